@@ -1,0 +1,37 @@
+"""What every table of a user's file has in common: strict types, no unknown keys, docstrings as descriptions."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+class Table(BaseModel):
+    """A TOML table: frozen, strict (no `"16"` for 16), and no key that is not listed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _is_number(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("Input should be a number, not nan")
+    return value
+
+
+def _is_finite(value: float) -> float:
+    if math.isinf(value):
+        raise ValueError("Input should be finite")
+    return value
+
+
+Count = Annotated[int, Field(ge=1)]
+"""A number of things there is at least one of."""
+
+Rate = Annotated[float, Field(gt=0), AfterValidator(_is_number)]
+"""Something per cycle; `inf` makes it free."""
+
+Positive = Annotated[float, Field(gt=0), AfterValidator(_is_number), AfterValidator(_is_finite)]
+NonNegative = Annotated[float, Field(ge=0), AfterValidator(_is_number), AfterValidator(_is_finite)]
+Fraction = Annotated[float, Field(gt=0, lt=1), AfterValidator(_is_number)]

@@ -1,0 +1,252 @@
+"""TOML in, typed tables out: finding files, applying `--set`, and saying everything that is wrong at once."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from pbsim.config.base import Table
+from pbsim.config.hardware import Hardware
+from pbsim.config.run import Settings
+from pbsim.config.workload import Workload
+from pbsim.errors import Problem, UserError, user_error
+
+T = TypeVar("T", bound=Table)
+FOLDERS: dict[type[Table], str] = {Hardware: "hwconfigs", Workload: "workloads"}
+TABLES: dict[str, type[Table]] = {"hardware": Hardware, "workload": Workload, "run": Settings}
+
+
+@dataclass
+class Source:
+    """A file as it was read: plain dictionaries, before validation.
+
+    `where` is the file as the user named it, `base` its folder; `overrides` are the keys that `--set` changed.
+    """
+
+    document: dict[str, Any]
+    where: str
+    base: Path | None = None
+    overrides: set[str] = field(default_factory=set)
+
+
+def shipped(kind: type[Table]) -> dict[str, Path]:
+    """The files of a kind that come with pbsim, by name."""
+    package = Path(__file__).resolve().parent.parent
+    for root in (package, package.parent):  # an installed wheel, or a checkout
+        folder = root / FOLDERS[kind]
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    raise FileNotFoundError(f"pbsim is installed without its {FOLDERS[kind]}")
+
+
+def find(kind: type[Table], name: str) -> Path:
+    """A user's file, or a shipped one by its name without a path."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    known = shipped(kind)
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise user_error(
+        name, "", "", f"no such file, and no shipped {kind.__name__.lower()} of that name{hint}; shipped: {', '.join(known)}"
+    )
+
+
+def read_source(kind: type[Table], given: str | Path | Mapping[str, Any] | Table) -> Source:
+    """Read a file, a name, a dictionary or a table into plain dictionaries."""
+    if isinstance(given, Table):
+        return Source(plain(given), kind.__name__.lower())
+    if isinstance(given, Mapping):
+        return Source(dict(given), kind.__name__.lower())
+    path = find(kind, str(given))
+    return Source(read_toml(path), str(path), path.resolve().parent)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise user_error(str(path), "", "", f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise user_error(str(path), "", "", f"is not valid TOML: {error}") from None
+
+
+def validate(kind: type[T], source: Source) -> T:
+    """Turn dictionaries into a typed table; raises `UserError` with every problem."""
+    try:
+        return kind.model_validate(source.document)
+    except ValidationError as error:
+        raise UserError(problems_of(kind, error, source)) from None
+
+
+def validate_all(*pairs: tuple[type[Table], Source]) -> list[Table]:
+    """Validate several files and report the problems of all of them together."""
+    tables: list[Table] = []
+    problems: list[Problem] = []
+    for kind, source in pairs:
+        try:
+            tables.append(validate(kind, source))
+        except UserError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UserError(problems)
+    return tables
+
+
+def problems_of(kind: type[Table], error: ValidationError, source: Source) -> list[Problem]:
+    """Problems in the user's words: one per key, the alternatives of a union gathered into one line."""
+    gathered: dict[str, tuple[str, list[str]]] = {}
+    for item in error.errors(include_url=False):
+        key = key_of(source.document, item["loc"])
+        if item["type"] == "missing":
+            value, allowed = "", "is missing"
+        elif item["type"] == "extra_forbidden":
+            value, allowed = repr(item["input"]), f"unknown key{_suggestion(kind, item['loc'])}"
+        elif item["type"] == "union_tag_invalid":
+            discriminator = item["ctx"]["discriminator"].strip("'")
+            key, value = f"{key}.{discriminator}", repr(item["ctx"]["tag"])
+            allowed = f"should be one of {item['ctx']['expected_tags']}"
+        elif item["type"] == "union_tag_not_found":
+            value, allowed = repr(item["input"]), f"needs the key {item['ctx']['discriminator']}"
+        else:
+            value = repr(item["input"])
+            allowed = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        gathered.setdefault(key, (value, []))[1].append(allowed)
+    return [
+        Problem("--set" if key in source.overrides else source.where, key, value, _join(allowed))
+        for key, (value, allowed) in gathered.items()
+    ]
+
+
+def _join(alternatives: list[str]) -> str:
+    unique = list(dict.fromkeys(alternatives))
+    return unique[0] + "".join(f", or {text.removeprefix('should ')}" for text in unique[1:])
+
+
+def key_of(document: Any, location: tuple[int | str, ...]) -> str:
+    """The dotted path of a validation error, without the names pydantic adds for the members of unions."""
+    key, here = "", document
+    for position, part in enumerate(location):
+        last = position == len(location) - 1
+        if isinstance(part, int) and isinstance(here, list):
+            key, here = f"{key}[{part}]", here[part]
+        elif isinstance(here, Mapping) and (part in here or (last and not _is_union_name(part))):
+            key, here = f"{key}.{part}" if key else str(part), here.get(part)
+    return key
+
+
+def _is_union_name(part: int | str) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float"))
+
+
+def _suggestion(kind: type[Table], location: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] | None = kind
+    for part in location[:-1]:
+        model = _member(model, str(part)) if model else None
+    known = list(model.model_fields) if model else []
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
+
+
+def _member(model: type[BaseModel], part: str) -> type[BaseModel] | None:
+    """The model behind a field, or, for a tagged union, the member whose tag `part` is."""
+    annotation = model.model_fields[part].annotation if part in model.model_fields else None
+    candidates = [annotation, *get_args(annotation)]
+    found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    return found[0] if len(found) == 1 else None
+
+
+def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -> None:
+    """Apply `key.path=value` to whichever of hardware, workload and run has that key.
+
+    Raises `UserError` for a key that none has or more than one has (then it wants a prefix).
+    """
+    problems = []
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        parts = path.strip().split(".")
+        owners = [name for name in sources if parts[0] == name and _accepts(TABLES[name], parts[1:])]
+        if owners:
+            parts = parts[1:]
+        else:
+            owners = [name for name in sources if _accepts(TABLES[name], parts)]
+        if not equals or not path.strip():
+            problems.append(Problem("--set", assignment, "", "should be key.path=value"))
+        elif not owners:
+            problems.append(Problem("--set", path, text, f"no such key{_closest(path, sources)}"))
+        elif len(owners) > 1:
+            options = ", ".join(f"{name}.{path}" for name in owners)
+            problems.append(Problem("--set", path, text, f"stands in more than one place: write one of {options}"))
+        else:
+            assign(sources[owners[0]].document, parts, toml_value(text), path)
+            sources[owners[0]].overrides.add(".".join(parts))
+    if problems:
+        raise UserError(problems)
+
+
+def _accepts(model: type[BaseModel], parts: Sequence[str]) -> bool:
+    if not parts or parts[0] not in model.model_fields:
+        return False
+    if len(parts) == 1:
+        return True
+    annotation = model.model_fields[parts[0]].annotation
+    member = _member(model, parts[0])
+    if member is not None:
+        return _accepts(member, parts[1:]) or member.model_config.get("extra") == "allow"
+    members = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+    if members:
+        return any(_accepts(a, parts[1:]) for a in members)
+    return "dict" in str(annotation)
+
+
+def _closest(path: str, sources: Mapping[str, Source]) -> str:
+    known = [key for name in sources for key in _all_keys(TABLES[name])]
+    close = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.split(".")[-1] == path][:1]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for candidate in (info.annotation, *get_args(info.annotation)):
+            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+                yield from _all_keys(candidate, f"{prefix}{name}.")
+
+
+def assign(document: dict[str, Any], parts: Sequence[str], value: Any, key: str) -> None:
+    """Set a nested key, making the tables on the way (copies: a caller's dictionary is not changed)."""
+    for part in parts[:-1]:
+        inner = document.get(part, {})
+        if not isinstance(inner, Mapping):
+            raise user_error("--set", key, value, f"{part} is not a table here")
+        document[part] = dict(inner)
+        document = document[part]
+    document[parts[-1]] = value
+
+
+def toml_value(text: str) -> Any:
+    """A TOML value, or the bare text where it is none (`lockstep` for `"lockstep"`)."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def plain(table: BaseModel) -> dict[str, Any]:
+    """A table as dictionaries, defaults filled in, without what is not set."""
+    return table.model_dump(mode="python", exclude_none=True)
+
+
+def dump_resolved(hardware: Hardware, workload: Workload, settings: Settings) -> str:
+    """The text of `config.toml`: all that a rerun needs."""
+    return tomli_w.dumps({"hardware": plain(hardware), "workload": plain(workload), "run": plain(settings)})

@@ -1,0 +1,78 @@
+"""A method, written `schedule[:batch][+mitigation[=value]]...[@horizon]`: how training is scheduled and corrected.
+
+`pb+lwpv+sc` is pipelined backpropagation with linear weight prediction and spike compensation; `pb+sc=2@nominal`
+doubles the horizon of spike compensation and takes it from 2(S-1-s) rather than from measured delays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pbsim.errors import Problem, UserError
+
+SCHEDULES = {"pb": "pipelined backpropagation: batch one, update after every backward, never drained"}
+PLANNED_SCHEDULES = ("sgd", "1f1b", "legw", "batch", "linear")
+HORIZONS = ("measured", "nominal")
+
+MITIGATIONS = {
+    "sc": "spike compensation (sc=k: horizon k times the delay)",
+    "lwpv": "linear weight prediction by velocity (lwpv=k likewise)",
+    "lwpw": "linear weight prediction by weight difference (lwpw=k likewise)",
+    "ws": "weight stashing: the backward uses the forward's weights",
+}
+_WITH_VALUE = ("sc", "lwpv", "lwpw")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A schedule plus mitigations.
+
+    Attributes
+    ----------
+    schedule : a key of `SCHEDULES`.
+    mitigations : name to multiplier of the delay, in the order written.
+    horizon : `measured`, `nominal`, or None where the run's setting decides.
+    """
+
+    schedule: str
+    mitigations: dict[str, float]
+    horizon: str | None = None
+
+    def __str__(self) -> str:
+        parts = [name if k == 1 else f"{name}={k:g}" for name, k in self.mitigations.items()]
+        return "+".join([self.schedule, *parts])
+
+
+def parse_method(text: str, where: str = "method") -> Method:
+    """Read a method; raises `UserError` with everything that is wrong in it."""
+    problems: list[str] = []
+    body, at, horizon = text.partition("@")
+    if at and horizon not in HORIZONS:
+        problems.append(f"after @ stands one of {', '.join(HORIZONS)}, not {horizon!r}")
+    head, *rest = body.split("+")
+    schedule, colon, batch = head.partition(":")
+    if schedule in PLANNED_SCHEDULES:
+        problems.append(f"schedule {schedule!r} is not built yet; available: {', '.join(SCHEDULES)}")
+    elif schedule not in SCHEDULES:
+        problems.append(f"unknown schedule {schedule!r}; available: {', '.join(SCHEDULES)}")
+    elif colon:
+        problems.append(f"{schedule!r} trains at batch one and takes no batch (:{batch})")
+    mitigations: dict[str, float] = {}
+    for item in rest:
+        name, equals, value = item.partition("=")
+        if name not in MITIGATIONS:
+            problems.append(f"unknown mitigation {name!r}; available: {', '.join(MITIGATIONS)}")
+        elif name in mitigations:
+            problems.append(f"mitigation {name!r} stands twice")
+        elif equals and name not in _WITH_VALUE:
+            problems.append(f"mitigation {name!r} takes no value (={value})")
+        elif equals and not (re.fullmatch(r"\d+(\.\d+)?", value) and float(value) > 0):
+            problems.append(f"{name}= takes a positive number, not {value!r}")
+        else:
+            mitigations[name] = float(value) if equals else 1.0
+    if {"lwpv", "lwpw"} <= mitigations.keys():
+        problems.append("lwpv and lwpw are two forms of one prediction: choose one")
+    if problems:
+        raise UserError(Problem(where, "", text, problem) for problem in problems)
+    return Method(schedule, mitigations, horizon or None)

@@ -1,0 +1,108 @@
+"""The base recipe at another batch size, and the learning rate of every sample.
+
+A recipe is tuned at its own batch size. Scaled to batch N it keeps the decay of momentum per sample, and each
+sample's total contribution to the weights (PAPERS.md 1.2): `m = m_r^(N/N_r)`, `lr = lr_r (1-m) N / ((1-m_r) N_r)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pbsim.config.workload import (
+    ConstantDecay,
+    CosineDecay,
+    ExponentialDecay,
+    PolynomialDecay,
+    StepDecay,
+    Training,
+)
+
+if TYPE_CHECKING:
+    from pbsim.config.workload import Decay
+
+Factor = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters as they are used at batch `batch`.
+
+    Attributes
+    ----------
+    lr : peak learning rate, before warm-up and decay.
+    momentum, weight_decay : as in `torch.optim.SGD`.
+    nesterov : whether the update uses Nesterov's momentum.
+    """
+
+    batch: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+
+def scale_recipe(training: Training, batch: int) -> Recipe:
+    """Scale a base recipe to another batch size (DESIGN.md 5.7), unless it says `scale = false`."""
+    lr, momentum = training.lr, training.momentum
+    if training.scale:
+        ratio = batch / training.batch_size
+        momentum = training.momentum**ratio
+        lr = training.lr * (1 - momentum) * batch / ((1 - training.momentum) * training.batch_size)
+    return Recipe(batch, lr, momentum, training.weight_decay, training.nesterov)
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of each sample (DESIGN.md 5.6): peak times warm-up times decay.
+
+    Attributes
+    ----------
+    recipe : gives the peak and the batch size N.
+    total : samples of the whole run.
+    epoch_samples : samples of one epoch.
+    warmup_epochs : warm-up over n = warmup_epochs * epoch_samples / N updates; update i has min(1, (i+1)/n).
+    decay : the base recipe's decay.
+    """
+
+    recipe: Recipe
+    total: int
+    epoch_samples: int
+    warmup_epochs: float
+    decay: Decay
+
+    def __call__(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Learning rates at global sample indices, float64."""
+        factor = decay_factor(self.decay, self.total, self.epoch_samples)(samples)
+        warmup_updates = self.warmup_epochs * self.epoch_samples / self.recipe.batch
+        if warmup_updates > 0:
+            factor = factor * np.minimum(1.0, (samples // self.recipe.batch + 1) / warmup_updates)
+        return self.recipe.lr * factor
+
+
+def decay_factor(decay: Decay, total: int, epoch_samples: int) -> Factor:
+    """The factor of a decay at global sample indices."""
+    match decay:
+        case ConstantDecay():
+            return lambda samples: np.ones(len(samples))
+        case StepDecay(at=at, factor=factor):
+            starts = np.array(sorted(step_start(f, total) for f in at), dtype=np.int64)
+            powers = factor ** np.arange(len(starts) + 1, dtype=np.float64)
+            return lambda samples: powers[np.searchsorted(starts, samples, side="right")]
+        case ExponentialDecay(factor=factor):
+            return lambda samples: factor ** (samples / epoch_samples)
+        case PolynomialDecay(power=power):
+            return lambda samples: (1 - samples / total) ** power
+        case CosineDecay():
+            return lambda samples: (1 + np.cos(np.pi * samples / total)) / 2
+
+
+def step_start(fraction: float, total: int) -> int:
+    """The first sample of a step at this fraction of the run: ceil(fraction * total) in exact decimals."""
+    return math.ceil(Fraction(repr(fraction)) * total)

@@ -1,0 +1,184 @@
+"""What both timings of a pipeline share: the clock's phases, the recorder, units that account for their cycles.
+
+At a cycle everything that ends or arrives comes first; then messages that became ready are admitted to the links;
+then each free unit chooses what to do next. SimPy orders events of one cycle by priority, which is how these
+phases are told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import simpy
+from simpy.events import EventPriority
+
+from pbsim.errors import UserError
+from pbsim.hardware.fabric import Links
+from pbsim.hardware.machine import Machine, MachineCore
+from pbsim.hardware.memory import Category, Ledger
+from pbsim.schedule.trace import COLUMNS, Chunk, Trace
+
+ADMIT = EventPriority(2)
+"""After all completions and arrivals of a cycle (SimPy's NORMAL is 1): messages enter the links."""
+CHOOSE = EventPriority(3)
+"""Last of a cycle: free units choose."""
+
+
+class Phase(simpy.Event):
+    """An event of the current cycle that comes at a given phase of it."""
+
+    def __init__(self, env: simpy.Environment, priority: EventPriority) -> None:
+        super().__init__(env)
+        fire(self, priority)
+
+
+def fire(event: simpy.Event, priority: EventPriority) -> None:
+    """Trigger an event in a given phase of the current cycle (`Event.succeed` knows one phase only)."""
+    event._ok, event._value = True, None
+    event.env.schedule(event, priority)
+
+
+@dataclass
+class UnitCycles:
+    """How one unit of one core spent the run; the fields sum to the run's cycles (checked by the audit).
+
+    Waiting before a unit's first operation and after its last is `idle`; in between it is a stall, named after
+    what was missing: `stall_input` an activation or a gradient (in lockstep also the end of the step),
+    `stall_output` a place in the output buffer, `stall_memory` a credit.
+    """
+
+    core: int
+    unit: str
+    forward: int = 0
+    input_gradient: int = 0
+    weight_gradient: int = 0
+    update: int = 0
+    stall_input: int = 0
+    stall_output: int = 0
+    stall_memory: int = 0
+    idle: int = 0
+
+    @property
+    def busy(self) -> int:
+        """Cycles in which the unit computed."""
+        return self.forward + self.input_gradient + self.weight_gradient + self.update
+
+    @property
+    def total(self) -> int:
+        """All cycles accounted for."""
+        return self.busy + self.stall_input + self.stall_output + self.stall_memory + self.idle
+
+
+class Recorder:
+    """Collects the rows of a trace and stops the clock whenever a chunk is full."""
+
+    def __init__(self, env: simpy.Environment, chunk_rows: int) -> None:
+        self.env = env
+        self.rows: list[int] = []
+        self._limit = chunk_rows * len(COLUMNS)
+        self._full: simpy.Event | None = None
+
+    def row(self, start: int, end: int, stage: int, op: int, sample: int, version: int = -1, target: int = -1) -> None:
+        """Record an operation, at its start."""
+        self.rows.extend((start, end, stage, op, sample, version, target))
+        if len(self.rows) >= self._limit and self._full is not None and not self._full.triggered:
+            self._full.succeed()
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Run the simulation to its end, handing out the trace in pieces."""
+        while True:
+            self._full = self.env.event()
+            try:
+                self.env.run(until=self._full)
+            except RuntimeError:  # SimPy's word for: no event is left, so `full` can never come
+                if self._full.triggered:
+                    raise
+                break
+            yield self._take(cast(int, self.env.now))
+        yield self._take(cast(int, self.env.now) + 1)
+
+    def _take(self, until: int) -> Chunk:
+        rows, self.rows = self.rows, []
+        return Chunk(Trace.of(rows), until)
+
+
+@dataclass
+class Timing:
+    """The timing plane's results, complete once the simulation has run to its end.
+
+    Attributes
+    ----------
+    cycles : of the whole run, from the first sample's start to the last update's end.
+    units : one entry per core, or two with split units (`forward`, `backward`).
+    ledger, links : memory and fabric, with what they have held and carried.
+    peak_in_flight : per stage, the most samples between the start of F and the end of U.
+    step_cycles : length of a lockstep step; None in dataflow.
+    """
+
+    machine: Machine
+    samples: int
+    ledger: Ledger = field(init=False)
+    links: Links = field(init=False)
+    units: list[UnitCycles] = field(init=False)
+    peak_in_flight: list[int] = field(init=False)
+    cycles: int = 0
+    step_cycles: int | None = None
+
+    def __post_init__(self) -> None:
+        names = ("forward", "backward") if self.machine.split else ("shared",)
+        self.ledger = Ledger(self.machine)
+        self.links = self.machine.links()
+        self.units = [UnitCycles(core.stage, name) for core in self.machine.cores for name in names]
+        self.peak_in_flight = [0] * self.machine.stages
+
+
+class CoreState:
+    """What a core keeps, in either timing: versions, samples in flight, and its entries in the memory ledger."""
+
+    def __init__(self, machine: Machine, timing: Timing, core: MachineCore) -> None:
+        self.stage, self.memory = core.stage, core.memory
+        self.forward_cycles = core.cycles.forward.total
+        self.input_gradient_cycles = core.cycles.input_gradient.total
+        self.weight_gradient_cycles = core.cycles.weight_gradient.total
+        self.update_cycles = core.cycles.update.total
+        self.incoming = [c for c in machine.channels if c.target == self.stage]
+        self.outgoing = [c for c in machine.channels if c.source == self.stage]
+        host_bytes = machine.host_bytes if self.stage == 0 else 0
+        self.activation_bytes = host_bytes + sum(c.forward_bytes for c in self.incoming)
+        self.gradient_bytes = sum(c.gradient_bytes for c in self.outgoing)
+        self.version = 0
+        self.in_flight = 0
+        self._timing, self._ledger = timing, timing.ledger
+
+    def begin_forward(self) -> None:
+        """A sample's input moves from the input buffer into the stash; it is in flight from now."""
+        self.in_flight += 1
+        if self.in_flight > self._timing.peak_in_flight[self.stage]:
+            self._timing.peak_in_flight[self.stage] = self.in_flight
+        self._ledger.add(self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
+        self._ledger.add(self.stage, Category.STASH, self.memory.stash)
+        self._ledger.add(self.stage, Category.WEIGHT_VERSIONS, self.memory.weight_versions)
+
+    def begin_weight_gradient(self) -> None:
+        """Room for the gradient of the weights."""
+        self._ledger.add(self.stage, Category.GRADIENTS, self.memory.gradients)
+
+    def end_update(self) -> None:
+        """A sample has left: its stash, its gradients and, from now, the old weights are gone."""
+        self._ledger.add(self.stage, Category.GRADIENTS, -self.memory.gradients)
+        self._ledger.add(self.stage, Category.INPUT_BUFFER, -self.gradient_bytes)
+        self._ledger.add(self.stage, Category.STASH, -self.memory.stash)
+        self._ledger.add(self.stage, Category.WEIGHT_VERSIONS, -self.memory.weight_versions)
+        self.version += 1
+        self.in_flight -= 1
+
+
+class DeadlockError(UserError):
+    """The simulation cannot proceed; the message names who waits for what."""
+
+
+def cycles(env: simpy.Environment) -> int:
+    """The current cycle (all delays are integers, so the clock is one too)."""
+    return cast(int, env.now)
