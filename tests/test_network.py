@@ -129,7 +129,7 @@ ZOO = {
     "cnn": (lambda: zoo.cnn(), (1, 8, 8)),
     "cnn_groups": (lambda: zoo.cnn([6, 9], in_channels=2, size=9, groups=[2, 3]), (2, 9, 9)),
     "vgg": (lambda: zoo.vgg(11, width=4), (3, 32, 32)),
-    "resnet": (lambda: zoo.resnet_cifar(14, width=4), (3, 8, 8)),
+    "resnet": (lambda: zoo.resnet_cifar(8, width=4), (3, 8, 8)),
 }
 
 
@@ -206,7 +206,7 @@ def test_odd_networks_run_as_captured(name: str) -> None:
         same_as_torch(*ODD[name], partition)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     stride=st.integers(1, 3),
@@ -244,7 +244,7 @@ def test_the_dtype_is_the_models() -> None:
 
 def test_no_torch_at_import() -> None:
     code = "import sys, pbsim.network; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
 # --- work ---------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_macs_are_half_the_flops_that_torch_counts(name: str) -> None:
 
 
 def test_macs_of_a_grouped_convolution() -> None:
-    # 6 x 5 x 4 outputs, each of 4 / 2 channels times a 3 x 2 window = 1440; no bias, and the input needs no gradient.
+    # 6 x 5 x 4 outputs, each of 4 / 2 channels times a 3 x 2 window = 1440; no bias; data need no gradient.
     work = operators(capture(nn.Conv2d(4, 6, (3, 2), groups=2, bias=False), (4, 7, 5)))[0].work
     assert work == Work(macs_forward=1440, macs_weight_gradient=1440)
 
@@ -478,6 +478,14 @@ def test_a_module_that_runs_twice_makes_two_stages() -> None:
     assert [stage.name for stage in network.stages] == ["a", "relu", "b", "relu@2", "loss"]
 
 
+def test_a_module_under_two_names_goes_by_the_first() -> None:
+    linear = nn.Linear(3, 2)
+    module = Calls(lambda s, x: F.relu(s.second(x)), first=linear, second=linear)
+    network = same_as_torch(module, (3,), "module")
+    assert [stage.name for stage in network.stages] == ["first+relu", "loss"]
+    assert network.stages[0].parameters == ("first.weight", "first.bias")
+
+
 def test_a_list_of_modules() -> None:
     module = zoo.vgg(11, width=2)
     network = same_as_torch(module, (3, 32, 32), ["features", "flatten", "classifier"])
@@ -554,13 +562,11 @@ def test_all_unsupported_operators_are_listed_at_once() -> None:
     assert "at 1 (aten.mul.Tensor, test_network.py:" in times
 
 
-Members = dict[str, Callable[[], nn.Module]]
-
 REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "one value per group": (
         lambda: nn.Sequential(nn.Conv2d(1, 4, 2), nn.GroupNorm(4, 4)),
         (1, 2, 2),
-        "model.factory at 1 (aten.group_norm.default): GroupNorm has one value per group (4 groups over a sample",
+        "model.factory at 1 (aten.group_norm.default): GroupNorm has one value per group (4 groups",
     ),
     "two outputs": (
         lambda: Calls(lambda s, x: (s.a(x), x), a=nn.Linear(2, 2)),
@@ -735,7 +741,8 @@ def test_a_seed_gives_the_same_float32_weights() -> None:
 
 def test_a_file_beside_the_workload(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
-        "from torch import nn\n\ndef small(width=2):\n    return nn.Linear(width, 1)\n\ndef wrong():\n    return 7\n"
+        "from torch import nn\n\ndef small(width=2):\n    return nn.Linear(width, 1)\n\n"
+        "def wrong():\n    return 7\n"
     )
     assert isinstance(build("model.py:small", {"width": 3}, tmp_path), nn.Linear)
     with pytest.raises(UserError, match=r"has no function 'smal'; it has small, wrong"):
@@ -745,7 +752,7 @@ def test_a_file_beside_the_workload(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model.factory = other.py:small: there is no file .*other.py"):
         build("other.py:small", base=tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(UserError, match="importing broken.py failed: ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"importing broken.py failed: ZeroDivisionError"):
         build("broken.py:small", base=tmp_path)
 
 
@@ -769,7 +776,7 @@ def test_a_file_beside_the_workload(tmp_path: Path) -> None:
         ("pbsim.network.zoo:resnet_cifar", {"depth": 21}, "ValueError: depth 21 is not 6n \\+ 2"),
         ("pbsim.network.zoo:vgg", {"depth": 12}, "ValueError: depth 12 is not one of 11, 13, 16"),
         ("pbsim.network.zoo:vgg", {"size": 16}, "must be at least 32"),
-        ("pbsim.network.zoo:cnn", {"channels": "x"}, "model.arguments"),
+        ("pbsim.network.zoo:cnn", {"channels": "x"}, "model[.]arguments"),
     ],
 )
 def test_factories_that_fail(factory: str, arguments: dict[str, Any], message: str) -> None:

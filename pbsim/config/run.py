@@ -34,3 +34,5 @@ class Settings(Table):
     threads: Count | None = None
     """Threads of the torch backend; the numba backend runs on one and gives the same bits for any."""
     timing_only: bool = False
+    handed_in: list[Literal["model", "data"]] = []
+    """What was handed in from Python, and is therefore not in this file."""

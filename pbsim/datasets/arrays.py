@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pbsim.datasets.dataset import Dataset, sizes
+from pbsim.datasets.dataset import Dataset, Floats, sizes
 from pbsim.datasets.location import Source
 from pbsim.errors import Problem, UserError, user_error
 
@@ -211,10 +211,15 @@ def _mismatches(arrays: Mapping[str, Array], where: str) -> list[Problem]:
 
 def _cast(arrays: Mapping[str, Array]) -> Dataset:
     """Return the data set of four arrays that have passed all checks."""
-    x_train, x_test = (np.ascontiguousarray(arrays[key], np.float32) for key in ("x_train", "x_test"))
+    x_train, x_test = (_floats(arrays[key]) for key in ("x_train", "x_test"))
     if arrays["y_train"].dtype.kind == "f":
-        targets = [np.ascontiguousarray(arrays[key], np.float32) for key in ("y_train", "y_test")]
+        targets = [_floats(arrays[key]) for key in ("y_train", "y_test")]
         return Dataset(x_train, targets[0], x_test, targets[1], classes=0)
     labels = [np.ascontiguousarray(arrays[key], np.int64) for key in ("y_train", "y_test")]
     classes = int(max(labels[0].max(), labels[1].max())) + 1
     return Dataset(x_train, labels[0], x_test, labels[1], classes)
+
+
+def _floats(array: Array) -> Floats:
+    """Return the array in float64 if it is, else in float32: the run's precision is its own, and cast to later."""
+    return np.ascontiguousarray(array, np.float64 if array.dtype == np.float64 else np.float32)

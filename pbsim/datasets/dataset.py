@@ -18,7 +18,7 @@ from pbsim.errors import Problem, UserError
 if TYPE_CHECKING:
     from pbsim.config.workload import Data
 
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 Labels: TypeAlias = NDArray[np.int64]
 Pixels: TypeAlias = NDArray[np.uint8]
 
@@ -29,8 +29,8 @@ class Dataset:
 
     Attributes
     ----------
-    x_train, x_test : float32 (n, C, H, W) or (n, features), or any other shape of n samples.
-    y_train, y_test : int64 (n,) labels in [0, classes), or float32 (n, k) regression targets.
+    x_train, x_test : float32 (float64 where the user's arrays are) (n, C, H, W) or (n, features), or any other shape.
+    y_train, y_test : int64 (n,) labels in [0, classes), or float (n, k) regression targets.
     classes : number of classes; 0 for regression.
     """
 

@@ -90,8 +90,8 @@ def _check(dataset: Dataset, data: Data, where: str) -> None:
 
 
 def _normalized(x: Floats, normalize: Normalize) -> Floats:
-    """Return (x - mean) / std, per channel (axis 1), in float32."""
+    """Return (x - mean) / std, per channel (axis 1), in the type of x."""
     per_channel = (-1, *(1,) * (x.ndim - 2))
-    result = x - np.array(normalize.mean, np.float32).reshape(per_channel)
-    result /= np.array(normalize.std, np.float32).reshape(per_channel)
+    result = x - np.array(normalize.mean, x.dtype).reshape(per_channel)
+    result /= np.array(normalize.std, x.dtype).reshape(per_channel)
     return result

@@ -231,6 +231,10 @@ class _GraphReading:
         signature = program.graph_signature
         self.module = module
         self.modules = dict(module.named_modules())
+        own_paths = {id(member): path for path, member in self.modules.items()}
+        self.own_path = {
+            path: own_paths[id(member)] for path, member in module.named_modules(remove_duplicate=False)
+        }
         self.references: dict[Node, ValueRef | ParameterRef | BufferRef] = {}
         self.shapes: list[Shape] = []
         self.needs_gradient: list[bool] = []
@@ -291,6 +295,7 @@ class _GraphReading:
     def _add(self, node: Node, read: Read, inputs: tuple[ValueRef, ...]) -> ValueRef:
         """Append one operator and the value it makes."""
         key, path = _module_call(node)
+        path = self.own_path.get(path, path)  # a module under two names goes by the one of `named_modules()`
         in_leaf = path in self.modules and not any(self.modules[path].children())
         name = path if in_leaf and path else f"{path}.{node.name}".lstrip(".")
         for parameter in read.parameters:

@@ -419,7 +419,7 @@ def _read_adaptive_avg_pool2d(call: Call) -> tuple[Read, ...]:
     rows, cols = _pair(call.arguments["output_size"])
     if height % rows or width % cols:
         raise UnsupportedError(
-            f"adaptive average pooling from {height} x {width} to {rows} x {cols}, which must divide the input"
+            f"adaptive average pooling from {height} x {width} to {rows} x {cols}, which must divide it"
         )
     return (Read("avg_pool2d", values, attributes=_mean_over((height // rows, width // cols))),)
 
@@ -500,8 +500,8 @@ def _read_reshape(call: Call) -> tuple[Read, ...]:
     if call.output == (call.batch, *values[0].shape):
         return (Read("identity", values),)
     raise UnsupportedError(
-        f"a reshape of samples of shape {values[0].shape} to a batch of shape {call.output}; the only one supported "
-        "keeps the batch dimension and flattens everything else"
+        f"a reshape of samples of shape {values[0].shape} to a batch of shape {call.output}; the only one "
+        "supported keeps the batch dimension and flattens everything else"
     )
 
 

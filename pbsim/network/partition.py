@@ -15,7 +15,7 @@ Four rules, chosen by a workload's `partition`:
     Every call of a leaf module but flatten is a stage. Flatten, and operators that no leaf module makes, join
     the stage before them.
 a list of module names
-    Each is a stage, with all it contains; together they hold every operator.
+    Each is a stage, with all it contains; together they hold every operator, in execution order.
 
 What would join the stage before it, at the start of a network where there is none, joins the first stage
 after. The loss is a stage of its own under `module` and `residual`, and else part of the last stage.
@@ -105,10 +105,11 @@ def cut_into_stages(
             )
         groups = _RuleCut(placed, loss, maker, shapes, partition).groups()
         groups = _in_topological_order(groups, operators, maker, where)
+        names = [_stage_name(group, placed) for group in groups]
     else:
         groups = _groups_by_name(placed, maker, partition, module_names, where)
+        names = [name or "model" for name in partition]
 
-    names = [_stage_name(group, placed) for group in groups]
     members = [[operators[index] for index in group] for group in groups]
     if isinstance(partition, str) and partition in LOSS_APART:
         members.append([loss])
@@ -210,10 +211,10 @@ class _RuleCut:
 
     def _is_global_pool(self, operator: Operator) -> bool:
         """Whether it averages over the whole of every map."""
-        return (
-            operator.kind == "avg_pool2d"
-            and self.shapes[operator.inputs[0]][1:] == operator.attributes["kernel"]
-        )
+        if operator.kind != "avg_pool2d" or operator.attributes["padding"] != (0, 0):
+            return False
+        kernel: Shape = operator.attributes["kernel"]
+        return self.shapes[operator.inputs[0]][1:] == kernel
 
     def _drafts_before(self, index: int) -> list[_Draft]:
         """Drafts that make the inputs, each once; none for the model's input."""

@@ -73,18 +73,17 @@ def cnn(
     if len(group_counts) != len(channels):
         raise ValueError(f"groups has {len(group_counts)} entries for {len(channels)} channels")
 
-    layers: list[nn.Module] = []
+    layers: dict[str, nn.Module] = {}
     width = in_channels
-    for next_width, count in zip(channels, group_counts, strict=True):
-        layers += [
-            nn.Conv2d(width, next_width, 3, padding=1),
-            _norm(count, next_width),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        ]
+    for number, (next_width, count) in enumerate(zip(channels, group_counts, strict=True), start=1):
+        layers[f"conv{number}"] = nn.Conv2d(width, next_width, 3, padding=1)
+        layers[f"norm{number}"] = _norm(count, next_width)
+        layers[f"relu{number}"] = nn.ReLU()
+        layers[f"pool{number}"] = nn.MaxPool2d(2)
         width = next_width
-    layers += [nn.Flatten(), nn.Linear(width * (size >> len(channels)) ** 2, classes)]
-    return _initialized(nn.Sequential(*layers))
+    layers["flatten"] = nn.Flatten()
+    layers["classifier"] = nn.Linear(width * (size >> len(channels)) ** 2, classes)
+    return _initialized(nn.Sequential(OrderedDict(layers)))
 
 
 class VGG(nn.Module):

@@ -28,6 +28,30 @@ Floats = NDArray[np.floating[Any]]
 Labels = NDArray[np.int64]
 
 
+# --------------------------------------------------------------------------------------------- flat arrays
+
+
+@njit(cache=True, error_model="numpy")
+def _clear(target: Floats) -> None:
+    """``target = 0``, (P,)."""
+    for i in range(target.size):
+        target[i] = 0.0
+
+
+@njit(cache=True, error_model="numpy")
+def _copy(source: Floats, target: Floats) -> None:
+    """``target = source``, both (P,)."""
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@njit(cache=True, error_model="numpy")
+def _accumulate(source: Floats, target: Floats) -> None:
+    """``target += source``, both (P,)."""
+    for i in range(target.size):
+        target[i] += source[i]
+
+
 # ----------------------------------------------------------------------------------------- sums in float64
 
 
@@ -85,6 +109,12 @@ def _sum_of_products(x: Floats, y: Floats) -> float:
     return (s0 + s1) + (s2 + s3)
 
 
+@njit(cache=True, error_model="numpy")
+def _multiply(a: Floats, b: Floats, out: Floats) -> None:
+    """``out = a b`` by BLAS: matrices that lie in C order, or their transposes."""
+    np.dot(a, b, out)
+
+
 # --------------------------------------------------------------------------------------------- convolution
 
 
@@ -104,25 +134,24 @@ def _inside(offset: int, stride: int, size: int, count: int) -> tuple[int, int]:
 
 
 @njit(cache=True, error_model="numpy")
-def _copy(source, target):
-    """``target = source``, both (P,)."""
-    for i in range(target.size):
-        target[i] = source[i]
+def _im2col(
+    x: Floats,
+    columns: Floats,
+    kernel_h: int,
+    kernel_w: int,
+    out_h: int,
+    out_w: int,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+) -> None:
+    """``columns[(c, kh, kw), (oh, ow)] = x[c, oh sh - ph + kh dh, ow sw - pw + kw dw]``, or 0 outside x.
 
-
-@njit(cache=True, error_model="numpy")
-def _accumulate(source, target):
-    """``target += source``, both (P,)."""
-    for i in range(target.size):
-        target[i] += source[i]
-
-
-@njit(cache=True, error_model="numpy")
-def _im2col(x, columns, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw):
-    """``columns[(c, kh, kw), (oh, ow)] = x[c, oh sh - ph + kh dh, ow sw - pw + kw dw]``, else 0; x (C/g, H, W).
-
-    Where a row of columns is as wide as a row of x and the stride is 1, one column row is the plane shifted as a
-    whole, but for the margins that the shift takes from the neighbouring line; it is copied in one go.
+    Where a row of columns is as wide as a row of x and the stride is 1, one column row is the plane shifted
+    as a whole, but for the margins that the shift takes from the neighbouring line; it is copied in one go.
     """
     channels, height, width = x.shape
     is_shift = sh == 1 and sw == 1 and out_w == width
@@ -137,8 +166,8 @@ def _im2col(x, columns, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw
                 low_w, high_w = _inside(offset_w, sw, width, out_w)
                 target = columns[row]
                 row += 1
-                target[: low_h * out_w] = 0.0
-                target[high_h * out_w :] = 0.0
+                _clear(target[: low_h * out_w])
+                _clear(target[high_h * out_w :])
                 if is_shift:
                     shift = offset_h * width + offset_w
                     start, stop = max(low_h * width, -shift), min(high_h * width, plane.size - shift)
@@ -146,10 +175,8 @@ def _im2col(x, columns, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw
                         _copy(plane[start + shift : stop + shift], target[start:stop])
                 for oh in range(low_h, high_h):
                     line = target[oh * out_w : (oh + 1) * out_w]
-                    for ow in range(low_w):
-                        line[ow] = 0.0
-                    for ow in range(out_w - high_w):
-                        line[np.uintp(high_w + ow)] = 0.0
+                    _clear(line[:low_w])
+                    _clear(line[high_w:])
                     first = (oh * sh + offset_h) * width + low_w * sw + offset_w
                     if is_shift:
                         continue
@@ -161,7 +188,20 @@ def _im2col(x, columns, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw
 
 
 @njit(cache=True, error_model="numpy")
-def _col2im(columns, gx, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw):
+def _col2im(
+    columns: Floats,
+    gx: Floats,
+    kernel_h: int,
+    kernel_w: int,
+    out_h: int,
+    out_w: int,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+) -> None:
     """The transpose of `_im2col`: sums into gx (C/g, H, W) the column entries read from it.
 
     Overwrites gx, and in `columns` the entries that stand for padding.
@@ -171,7 +211,7 @@ def _col2im(columns, gx, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, d
     row = 0
     for c in range(channels):
         plane = gx[c].reshape(-1)
-        plane[:] = 0.0
+        _clear(plane)
         for kh in range(kernel_h):
             offset_h = kh * dh - ph
             low_h, high_h = _inside(offset_h, sh, height, out_h)
@@ -184,10 +224,8 @@ def _col2im(columns, gx, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, d
                     line = source[oh * out_w : (oh + 1) * out_w]
                     first = (oh * sh + offset_h) * width + low_w * sw + offset_w
                     if is_shift:
-                        for ow in range(low_w):
-                            line[ow] = 0.0
-                        for ow in range(out_w - high_w):
-                            line[np.uintp(high_w + ow)] = 0.0
+                        _clear(line[:low_w])
+                        _clear(line[high_w:])
                     elif sw == 1:
                         _accumulate(line[low_w:high_w], plane[first : first + high_w - low_w])
                     else:
@@ -201,13 +239,26 @@ def _col2im(columns, gx, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, d
 
 
 @njit(cache=True, error_model="numpy")
-def _is_matrix_product(kernel_h, kernel_w, sh, sw, ph, pw):
+def _is_matrix_product(kernel_h: int, kernel_w: int, sh: int, sw: int, ph: int, pw: int) -> bool:
     """Whether the columns of a convolution are its input: 1x1, stride 1, no padding."""
     return kernel_h == 1 and kernel_w == 1 and sh == 1 and sw == 1 and ph == 0 and pw == 0
 
 
 @njit(cache=True, error_model="numpy")
-def conv2d_forward(x, weight, bias, out, sh, sw, ph, pw, dh, dw, groups, columns):
+def conv2d_forward(
+    x: Floats,
+    weight: Floats,
+    bias: Floats,
+    out: Floats,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+    groups: int,
+    columns: Floats,
+) -> None:
     """``out[n, o] = bias[o] + sum_k weight[o, k] columns_n[k]``.
 
     Parameters
@@ -233,18 +284,32 @@ def conv2d_forward(x, weight, bias, out, sh, sw, ph, pw, dh, dw, groups, columns
             else:
                 image = x[i, g * kernel_c : (g + 1) * kernel_c]
                 _im2col(image, cols, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw)
-            np.dot(
+            _multiply(
                 _matrix(flat_w, g * o * k, o, k),
                 cols,
                 _matrix(flat_out, (i * groups + g) * o * area, o, area),
             )
         if bias.size > 0:
             for c in range(outputs):
-                out[i, c] += bias[c]
+                plane, constant = out[i, c].reshape(-1), bias[c]
+                for j in range(area):
+                    plane[j] += constant
 
 
 @njit(cache=True, error_model="numpy")
-def conv2d_input_gradient(gy, weight, gx, sh, sw, ph, pw, dh, dw, groups, columns):
+def conv2d_input_gradient(
+    gy: Floats,
+    weight: Floats,
+    gx: Floats,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+    groups: int,
+    columns: Floats,
+) -> None:
     """``gx[n] = col2im(weight^T gy[n])``: gy (n, O, OH, OW), weight (O, C/g, KH, KW) -> gx (n, C, H, W).
 
     Stride, padding, dilation, groups and the scratch `columns` as in `conv2d_forward`.
@@ -260,16 +325,29 @@ def conv2d_input_gradient(gy, weight, gx, sh, sw, ph, pw, dh, dw, groups, column
             weight_t = _matrix(flat_w, g * o * k, o, k).T
             gradient = _matrix(flat_gy, (i * groups + g) * o * area, o, area)
             if pointwise:
-                np.dot(weight_t, gradient, _matrix(flat_gx, (i * groups + g) * k * area, k, area))
+                _multiply(weight_t, gradient, _matrix(flat_gx, (i * groups + g) * k * area, k, area))
             else:
                 cols = _matrix(columns, 0, k, area)
-                np.dot(weight_t, gradient, cols)
+                _multiply(weight_t, gradient, cols)
                 image = gx[i, g * kernel_c : (g + 1) * kernel_c]
                 _col2im(cols, image, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw)
 
 
 @njit(cache=True, error_model="numpy")
-def conv2d_weight_gradient(x, gy, gweight, gbias, sh, sw, ph, pw, dh, dw, groups, columns):
+def conv2d_weight_gradient(
+    x: Floats,
+    gy: Floats,
+    gweight: Floats,
+    gbias: Floats,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+    groups: int,
+    columns: Floats,
+) -> None:
     """``gweight = sum_n gy[n] columns_n^T``, ``gbias = sum_{n, oh, ow} gy``.
 
     x (n, C, H, W), gy (n, O, OH, OW) -> gweight (O, C/g, KH, KW), gbias (O,) or (0,). Stride, padding,
@@ -294,10 +372,10 @@ def conv2d_weight_gradient(x, gy, gweight, gbias, sh, sw, ph, pw, dh, dw, groups
             gradient = _matrix(flat_gy, (i * groups + g) * o * area, o, area)
             total = _matrix(flat_gw, g * o * k, o, k)
             if i == 0:
-                np.dot(gradient, cols.T, total)
+                _multiply(gradient, cols.T, total)
             else:
-                np.dot(gradient, cols.T, partial)
-                total += partial
+                _multiply(gradient, cols.T, partial)
+                _accumulate(partial.reshape(-1), total.reshape(-1))
     for c in range(gbias.size):
         s = 0.0
         for i in range(n):
@@ -309,28 +387,28 @@ def conv2d_weight_gradient(x, gy, gweight, gbias, sh, sw, ph, pw, dh, dw, groups
 
 
 @njit(cache=True, error_model="numpy")
-def linear_forward(x, weight, bias, out):
+def linear_forward(x: Floats, weight: Floats, bias: Floats, out: Floats) -> None:
     """``out = x weight^T + bias``: x (n, I), weight (O, I), bias (O,) or (0,) -> out (n, O)."""
     if x.shape[0] == 1:
-        np.dot(weight, x[0], out[0])
+        _multiply(weight, x[0], out[0])
     else:
-        np.dot(x, weight.T, out)
+        _multiply(x, weight.T, out)
     if bias.size > 0:
         for i in range(x.shape[0]):
-            out[i] += bias
+            _accumulate(bias, out[i])
 
 
 @njit(cache=True, error_model="numpy")
-def linear_input_gradient(gy, weight, gx):
+def linear_input_gradient(gy: Floats, weight: Floats, gx: Floats) -> None:
     """``gx = gy weight``: gy (n, O), weight (O, I) -> gx (n, I)."""
     if gy.shape[0] == 1:
-        np.dot(weight.T, gy[0], gx[0])
+        _multiply(weight.T, gy[0], gx[0])
     else:
-        np.dot(gy, weight, gx)
+        _multiply(gy, weight, gx)
 
 
 @njit(cache=True, error_model="numpy")
-def linear_weight_gradient(x, gy, gweight, gbias):
+def linear_weight_gradient(x: Floats, gy: Floats, gweight: Floats, gbias: Floats) -> None:
     """``gweight = gy^T x``, ``gbias = sum_n gy``: (n, I), (n, O) -> (O, I), (O,) or (0,)."""
     n, inputs = x.shape
     if n == 1:
@@ -339,7 +417,7 @@ def linear_weight_gradient(x, gy, gweight, gbias):
             for i in range(inputs):
                 gweight[o, i] = scale * x[0, i]
     else:
-        np.dot(gy.T, x, gweight)
+        _multiply(gy.T, x, gweight)
     for o in range(gbias.size):
         s = 0.0
         for i in range(n):
@@ -351,7 +429,16 @@ def linear_weight_gradient(x, gy, gweight, gbias):
 
 
 @njit(cache=True, error_model="numpy")
-def group_norm_forward(x, weight, bias, groups, eps, normalised, rstd, out):
+def group_norm_forward(
+    x: Floats,
+    weight: Floats,
+    bias: Floats,
+    groups: int,
+    eps: float,
+    normalised: Floats,
+    rstd: Floats,
+    out: Floats,
+) -> None:
     """``normalised = (x - mean) rstd``, ``out = weight normalised + bias``, ``rstd = 1 / sqrt(var + eps)``.
 
     Mean and biased variance are over the C/g channels and L positions of a group (Wu and He 2018), in
@@ -386,7 +473,9 @@ def group_norm_forward(x, weight, bias, groups, eps, normalised, rstd, out):
 
 
 @njit(cache=True, error_model="numpy")
-def group_norm_input_gradient(gy, normalised, rstd, weight, groups, gx):
+def group_norm_input_gradient(
+    gy: Floats, normalised: Floats, rstd: Floats, weight: Floats, groups: int, gx: Floats
+) -> None:
     """``gx = rstd (h - mean(h) - normalised mean(h normalised))`` with ``h = weight gy``, means over a group.
 
     gy and normalised (n, C, L), rstd (n, g), weight (C,) or (0,) -> gx (n, C, L). `normalised` and `rstd` are
@@ -414,7 +503,7 @@ def group_norm_input_gradient(gy, normalised, rstd, weight, groups, gx):
 
 
 @njit(cache=True, error_model="numpy")
-def group_norm_weight_gradient(gy, normalised, gweight, gbias):
+def group_norm_weight_gradient(gy: Floats, normalised: Floats, gweight: Floats, gbias: Floats) -> None:
     """``gweight = sum_{n, l} gy normalised``, ``gbias = sum_{n, l} gy``: (C,), or (0,) if absent."""
     for c in range(gweight.size):
         s = 0.0
@@ -432,21 +521,21 @@ def group_norm_weight_gradient(gy, normalised, gweight, gbias):
 
 
 @njit(cache=True, error_model="numpy")
-def relu_forward(x, out):
+def relu_forward(x: Floats, out: Floats) -> None:
     """``out = max(x, 0)``, NaN stays NaN; both (P,)."""
     for i in range(x.size):
         out[i] = 0.0 if x[i] <= 0.0 else x[i]
 
 
 @njit(cache=True, error_model="numpy")
-def relu_input_gradient(gy, out, gx):
+def relu_input_gradient(gy: Floats, out: Floats, gx: Floats) -> None:
     """``gx = gy where out > 0, else 0``; all (P,)."""
     for i in range(gy.size):
         gx[i] = gy[i] if out[i] > 0.0 else 0.0
 
 
 @njit(cache=True, error_model="numpy")
-def add_forward(a, b, out):
+def add_forward(a: Floats, b: Floats, out: Floats) -> None:
     """``out = a + b``; all (P,). Its gradient is the identity to both."""
     for i in range(a.size):
         out[i] = a[i] + b[i]
@@ -456,7 +545,19 @@ def add_forward(a, b, out):
 
 
 @njit(cache=True, error_model="numpy")
-def max_pool2d_forward(x, out, winner, kh, kw, sh, sw, ph, pw, dh, dw):
+def max_pool2d_forward(
+    x: Floats,
+    out: Floats,
+    winner: Floats,
+    kh: int,
+    kw: int,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+) -> None:
     """``out[n, c, oh, ow]`` = the greatest value of the window that lies inside x; `winner` = its place.
 
     As in torch: the first of equals in scan order, NaN beats every number, a later NaN an earlier one. Ceil
@@ -497,13 +598,25 @@ def max_pool2d_forward(x, out, winner, kh, kw, sh, sw, ph, pw, dh, dw):
 
 
 @njit(cache=True, error_model="numpy")
-def max_pool2d_input_gradient(gy, winner, gx, kh, kw, sh, sw, ph, pw, dh, dw):
+def max_pool2d_input_gradient(
+    gy: Floats,
+    winner: Floats,
+    gx: Floats,
+    kh: int,
+    kw: int,
+    sh: int,
+    sw: int,
+    ph: int,
+    pw: int,
+    dh: int,
+    dw: int,
+) -> None:
     """``gx[n, c, position of the winner] += gy[n, c, oh, ow]``: (n, C, OH, OW) -> (n, C, H, W)."""
     n, channels, out_h, out_w = gy.shape
     for b in range(n):
         for c in range(channels):
             plane = gx[b, c]
-            plane[:] = 0.0
+            _clear(plane.reshape(-1))
             for oh in range(out_h):
                 for ow in range(out_w):
                     where = int(winner[b, c, oh, ow])
@@ -513,7 +626,7 @@ def max_pool2d_input_gradient(gy, winner, gx, kh, kw, sh, sw, ph, pw, dh, dw):
 
 
 @njit(cache=True, error_model="numpy")
-def _pool_range(o, kernel, stride, padding, size):
+def _pool_range(o: int, kernel: int, stride: int, padding: int, size: int) -> tuple[int, int, int]:
     """A window along one axis: its range inside [0, size), and its length clipped to the padded input."""
     start = o * stride - padding
     stop = min(start + kernel, size + padding)
@@ -521,7 +634,9 @@ def _pool_range(o, kernel, stride, padding, size):
 
 
 @njit(cache=True, error_model="numpy")
-def avg_pool2d_forward(x, out, kh, kw, sh, sw, ph, pw, count_include_pad):
+def avg_pool2d_forward(
+    x: Floats, out: Floats, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, count_include_pad: bool
+) -> None:
     """``out[n, c, oh, ow] = sum(window inside x) / divisor``: x (n, C, H, W) -> out (n, C, OH, OW).
 
     The divisor is torch's: the number of positions inside the padded input if `count_include_pad`, else
@@ -546,14 +661,16 @@ def avg_pool2d_forward(x, out, kh, kw, sh, sw, ph, pw, count_include_pad):
 
 
 @njit(cache=True, error_model="numpy")
-def avg_pool2d_input_gradient(gy, gx, kh, kw, sh, sw, ph, pw, count_include_pad):
+def avg_pool2d_input_gradient(
+    gy: Floats, gx: Floats, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, count_include_pad: bool
+) -> None:
     """``gx[n, c, window inside x] += gy[n, c, oh, ow] / divisor``: gy (n, C, OH, OW) -> gx (n, C, H, W)."""
     n, channels, height, width = gx.shape
     out_h, out_w = gy.shape[2], gy.shape[3]
     for b in range(n):
         for c in range(channels):
             plane = gx[b, c]
-            plane[:] = 0.0
+            _clear(plane.reshape(-1))
             for oh in range(out_h):
                 top, bottom, padded_h = _pool_range(oh, kh, sh, ph, height)
                 for ow in range(out_w):
@@ -572,7 +689,7 @@ def avg_pool2d_input_gradient(gy, gx, kh, kw, sh, sw, ph, pw, count_include_pad)
 
 
 @njit(cache=True, error_model="numpy")
-def cross_entropy_forward(logits, labels, probabilities):
+def cross_entropy_forward(logits: Floats, labels: Labels, probabilities: Floats) -> float:
     """``loss = mean_n(logsumexp(logits[n]) - logits[n, label])``, returned in float64.
 
     logits (n, K), labels (n,) int64 -> probabilities (n, K) = softmax(logits), overwritten, for the gradient.
@@ -590,11 +707,11 @@ def cross_entropy_forward(logits, labels, probabilities):
         for k in range(classes):
             probabilities[i, k] = np.exp(np.float64(logits[i, k]) - largest - log_total)
         loss += log_total - (np.float64(logits[i, labels[i]]) - largest)
-    return loss / n
+    return float(loss / n)
 
 
 @njit(cache=True, error_model="numpy")
-def cross_entropy_gradient(probabilities, labels, gx):
+def cross_entropy_gradient(probabilities: Floats, labels: Labels, gx: Floats) -> None:
     """``gx = (probabilities - onehot(labels)) / n``: (n, K), (n,) -> (n, K)."""
     n, classes = probabilities.shape
     for i in range(n):
@@ -604,7 +721,7 @@ def cross_entropy_gradient(probabilities, labels, gx):
 
 
 @njit(cache=True, error_model="numpy")
-def mse_forward(output, target):
+def mse_forward(output: Floats, target: Floats) -> float:
     """``loss = mean((output - target)^2)`` over all n K elements, returned in float64."""
     n, width = output.shape
     s = 0.0
@@ -612,11 +729,11 @@ def mse_forward(output, target):
         for k in range(width):
             difference = np.float64(output[i, k]) - np.float64(target[i, k])
             s += difference * difference
-    return s / (n * width)
+    return float(s / (n * width))
 
 
 @njit(cache=True, error_model="numpy")
-def mse_gradient(output, target, gx):
+def mse_gradient(output: Floats, target: Floats, gx: Floats) -> None:
     """``gx = 2 (output - target) / (n K)``: all (n, K)."""
     n, width = output.shape
     for i in range(n):

@@ -48,6 +48,13 @@ class Order:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def __getitem__(self, rows: slice) -> Order:
+        pieces = {name: getattr(self, name)[rows] for name in _ARRAYS}
+        return Order(**pieces, coefficients=self.coefficients[rows])
+
+
+_ARRAYS = ("kind", "stage", "sample", "cycle", "delay", "lr")
+
 
 @dataclass(frozen=True)
 class Horizon:

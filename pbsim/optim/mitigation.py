@@ -43,6 +43,11 @@ class Coefficients:
     a: Array
     b: Array
 
+    def __getitem__(self, rows: slice) -> Coefficients:
+        return Coefficients(
+            self.velocity_prediction[rows], self.difference_prediction[rows], self.a[rows], self.b[rows]
+        )
+
 
 @dataclass(frozen=True)
 class UpdateRule:

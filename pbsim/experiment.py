@@ -1,0 +1,407 @@
+"""The public verbs: from files to a run directory.
+
+`simulate` is one straight line: resolve the files, capture the network, lay it out on the hardware, let the two planes
+run one behind the other, and write down what they say.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pbsim.config import (
+    Hardware,
+    Method,
+    Settings,
+    Source,
+    Workload,
+    apply_overrides,
+    dump_resolved,
+    parse_method,
+    read_source,
+    validate,
+)
+from pbsim.errors import Problem, UserError, user_error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pbsim.datasets import Dataset
+    from pbsim.network import Network
+    from pbsim.numerics.backend import Backend
+    from pbsim.optim import LearningRate, UpdateRule
+    from pbsim.results import Run
+
+HardwareLike = str | Path | Mapping[str, Any] | Hardware
+WorkloadLike = str | Path | Mapping[str, Any] | Workload
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a run is: for whoever shows its progress."""
+
+    samples: int
+    total: int
+    cycles: int
+    loss: float
+    """Mean training loss of the latest samples; NaN before the first."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A validated experiment: the three tables, the method, and where the workload came from."""
+
+    hardware: Hardware
+    workload: Workload
+    settings: Settings
+    method: Method
+    hardware_where: str
+    workload_where: str
+
+
+def load_hardware(hardware: str | Path) -> Hardware:
+    """Read a hardware file, or a shipped one by its name; raises `UserError` with all that is wrong in it."""
+    return validate(Hardware, read_source(Hardware, hardware))
+
+
+def load_workload(workload: str | Path) -> Workload:
+    """Read a workload file, or a shipped one by its name; raises `UserError` with all that is wrong in it."""
+    return validate(Workload, _absolute(read_source(Workload, workload)))
+
+
+def simulate(
+    hardware: HardwareLike,
+    workload: WorkloadLike,
+    method: str = "pb",
+    *,
+    seed: int = 0,
+    samples: int | None = None,
+    epochs: int | None = None,
+    out: str | Path | None = None,
+    timing_only: bool = False,
+    backend: str = "numba",
+    settings: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    data: Any = None,
+) -> Run:
+    """Simulate a machine while a network trains on it.
+
+    Parameters
+    ----------
+    hardware, workload : a file, the name of a shipped one, a dictionary, or a loaded table.
+    method : `schedule[+mitigation[=value]]...`, for example `pb+lwpv+sc`.
+    seed : of initial weights, order of samples, augmentation and random data.
+    samples, epochs : length of the run; by default the workload's epochs.
+    out : the run directory, which must not exist; by default a temporary one that goes with the returned object.
+    timing_only : simulate the machine, and train nothing.
+    backend : `numba` or `torch`.
+    settings : further keys of the `[run]` table (`precision`, `horizon`, `trace`, `threads`).
+    model : a module in place of the workload's factory; it is cast to the run's precision and trained in place.
+    data : arrays `(x_train, y_train, x_test, y_test)`, a dictionary of them, or a pair of torch data sets, in place of
+        the workload's.
+
+    Raises
+    ------
+    UserError : something in the files or arguments is wrong; it lists every problem.
+    """
+    asked = {
+        "method": method,
+        "seed": seed,
+        "samples": samples,
+        "epochs": epochs,
+        "backend": backend,
+        "timing_only": timing_only,
+        "handed_in": [name for name, given in (("model", model), ("data", data)) if given is not None],
+    }
+    run = {key: value for key, value in (asked | dict(settings or {})).items() if value is not None}
+    sources = {
+        "hardware": read_source(Hardware, hardware),
+        "workload": read_source(Workload, workload),
+        "run": Source(run, "settings"),
+    }
+    return run_experiment(resolve(sources), out, model=model, data=data)
+
+
+def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> Resolved:
+    """Apply overrides and validate everything; raises `UserError` with the problems of all files together."""
+    problems: list[Problem] = []
+
+    def attempt(action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except UserError as error:
+            problems.extend(error.problems)
+
+    attempt(lambda: apply_overrides(overrides, sources))
+    hardware = attempt(lambda: validate(Hardware, sources["hardware"]))
+    workload = attempt(lambda: validate(Workload, _absolute(sources["workload"])))
+    settings = attempt(lambda: validate(Settings, sources["run"]))
+    text = sources["run"].document.get("method", "pb")
+    method = attempt(lambda: parse_method(text)) if isinstance(text, str) else None
+    if settings is not None and settings.samples is not None and settings.epochs is not None:
+        problems.append(Problem(sources["run"].where, "samples", str(settings.samples), "excludes epochs: give one"))
+    if problems:
+        raise UserError(problems)
+    horizon = method.horizon or settings.horizon
+    settings = settings.model_copy(update={"method": str(method), "horizon": horizon})
+    return Resolved(
+        hardware, workload, settings, replace(method, horizon=horizon), sources["hardware"].where, sources["workload"].where
+    )
+
+
+def _absolute(source: Source) -> Source:
+    """Make the paths of a workload independent of where its file lies, so that its resolved form can be rerun."""
+    document, base = dict(source.document), source.base or Path.cwd()
+    for table, key in (("data", "path"), ("model", "factory")):
+        value = document.get(table, {}).get(key) if isinstance(document.get(table), Mapping) else None
+        if isinstance(value, str) and (key == "path" or value.rpartition(":")[0].endswith(".py")):
+            document[table] = {**document[table], key: str(base / Path(value).expanduser())}
+    return Source(document, source.where, source.base, source.overrides)
+
+
+def run_experiment(
+    resolved: Resolved,
+    out: str | Path | None,
+    *,
+    force: bool = False,
+    model: nn.Module | None = None,
+    data: Any = None,
+    progress: Callable[[Report], None] | None = None,
+) -> Run:
+    """Run a resolved experiment; see `simulate`."""
+    from pbsim.results.run import Run, temporary_place
+    from pbsim.results.writer import RunWriter, check_free, window_samples
+    from pbsim.schedule import row_count
+
+    place, keep = (Path(out), None) if out is not None else temporary_place()
+    check_free(place, force)
+    setup = _set_up(resolved, model, data)
+    window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
+    with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
+        _execute(setup, writer, progress or (lambda report: None))
+        writer.publish()
+    return Run(place, None if resolved.settings.timing_only else setup.module, keep)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run is made of, ready to go."""
+
+    resolved: Resolved
+    module: nn.Module
+    network: Network
+    rule: UpdateRule
+    machine: Any
+    lr: LearningRate
+    dataset: Dataset | None
+    epoch_samples: int
+    total: int
+
+
+def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
+    """Read data, build and capture the model, lay it out on the hardware."""
+    import torch
+
+    from pbsim.datasets import from_user, load
+    from pbsim.hardware import build_machine
+    from pbsim.network import build_model, capture_network
+    from pbsim.optim import LearningRate, scale_recipe, update_rule
+
+    hardware, workload, settings = resolved.hardware, resolved.workload, resolved.settings
+    where, table, training = resolved.workload_where, workload.data, workload.training
+    if "model" in settings.handed_in and model is None:
+        raise user_error("settings", "run.handed_in", settings.handed_in, "this run needs its module handed in again")
+    dataset: Dataset | None = None
+    if data is not None:
+        dataset = from_user(data)
+    elif not (settings.timing_only and table.shape is not None and table.train_samples is not None):
+        dataset = load(table, seed=settings.seed, where=where, base=None)
+    shape = dataset.shape if dataset is not None else tuple(table.shape or ())
+    epoch_samples = dataset.train_samples if dataset is not None else int(table.train_samples or 0)
+    if model is None:
+        model = build_model(
+            workload.model.factory, workload.model.arguments, base=None, where=where, seed=settings.seed
+        )
+    network = capture_network(
+        model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where
+    )
+    if dataset is not None:
+        dataset = _fit_targets(dataset, network, workload, where)
+    model.to(getattr(torch, settings.precision))
+    rule = update_rule(resolved.method, scale_recipe(training, batch=1))
+    machine = build_machine(hardware, network, rule, resolved.hardware_where)
+    total = settings.samples or (settings.epochs or training.epochs) * epoch_samples
+    lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
+    return Setup(resolved, model, network, rule, machine, lr, dataset, epoch_samples, total)
+
+
+def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: str) -> Dataset:
+    """Targets as the loss wants them: labels below the model's outputs, or one target per output."""
+    outputs = int(np.prod(network.shapes[network.output_value]))
+    if workload.loss.kind == "cross_entropy":
+        if not dataset.classes:
+            raise user_error(where, "loss.kind", "cross_entropy", "needs integer labels; the data are regression targets")
+        if dataset.classes > outputs:
+            raise user_error(where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data")
+        return dataset
+    if dataset.classes:
+        if dataset.classes > outputs:
+            raise user_error(where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data")
+        one_hot = np.eye(outputs, dtype=np.float32)
+        return replace(dataset, y_train=one_hot[dataset.y_train], y_test=one_hot[dataset.y_test])
+    if dataset.y_train.shape[1] != outputs:
+        given = dataset.y_train.shape[1]
+        raise user_error(where, "model", f"{outputs} outputs", f"should be as many as the {given} targets of the data")
+    return dataset
+
+
+def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str, float]:
+    """Weight decay by parameter: the recipe's, or none for those it exempts."""
+    patterns = workload.training.exempt
+    unused = [p for p in patterns if not fnmatch.filter(network.parameters, p)]
+    if unused:
+        raise user_error(where, "training.exempt", unused, f"no parameter matches; there are {', '.join(network.parameters)}")
+    return {
+        name: 0.0 if any(fnmatch.fnmatchcase(name, p) for p in patterns) else workload.training.weight_decay
+        for name in network.parameters
+    }
+
+
+def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> None:
+    """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave."""
+    from pbsim.datasets import TrainingData
+    from pbsim.numerics.order import Horizon, orders
+    from pbsim.numerics.training import due_samples, train
+    from pbsim.results.audit import Audit
+    from pbsim.results.metrics import MetricsStream
+    from pbsim.results.tables import core_rows, link_rows, memory_rows, stage_rows, timing_summary, versions
+    from pbsim.schedule import Chunk, run_pipeline
+
+    settings, workload = setup.resolved.settings, setup.resolved.workload
+    timing, chunks = run_pipeline(setup.machine, setup.total)
+    audit = Audit(setup.machine, setup.network, timing)
+    window = writer.window if settings.timing_only else None
+    metrics = MetricsStream(writer, setup.lr, settings.seed, setup.epoch_samples, window)
+    done, latest = 0, float("nan")
+
+    def watched() -> Iterator[Chunk]:
+        nonlocal done
+        for chunk in chunks:
+            records = audit.watch(chunk)
+            writer.events(chunk.rows)
+            metrics.timed(records)
+            done += len(records)
+            progress(Report(done, setup.total, chunk.until, latest))
+            yield chunk
+
+    evaluations: list[dict[str, Any]] = []
+    if settings.timing_only:
+        for _ in watched():
+            pass
+    else:
+        assert setup.dataset is not None
+        backend = _backend(setup)
+        before = _state(setup.module)
+        samples = TrainingData(setup.dataset, workload.data.augment, settings.seed)
+        horizon = Horizon(setup.machine.stages, settings.horizon == "nominal")
+        due = due_samples(workload.training.evaluate_every_epochs, setup.epoch_samples, setup.total)
+        order = orders(watched(), setup.rule, setup.lr, horizon)
+        for piece in train(order, backend, samples, setup.machine.stages, due):
+            metrics.trained(piece.losses)
+            latest = float(piece.losses.mean()) if len(piece.losses) else latest
+            if piece.evaluation is not None:
+                at = piece.evaluation
+                evaluations.append(_evaluate(setup, backend, at.sample, at.cycle))
+        evaluations.append(_evaluate(setup, backend, setup.total - 1, timing.cycles))
+        _load(setup.module, backend.parameters())
+        writer.weights("initial.safetensors", before)
+        writer.weights("weights.safetensors", _state(setup.module))
+    bounds = audit.finish()
+    last = evaluations[-1] if evaluations else {}
+    diverged = metrics.diverged or not np.isfinite(last.get("loss", 0.0))
+    writer.table("stages", stage_rows(setup.network, timing, audit.delays))
+    writer.table("cores", core_rows(timing))
+    writer.table("memory", memory_rows(timing))
+    writer.table("links", link_rows(timing))
+    writer.table("evaluations", evaluations)
+    writer.text("config.toml", dump_resolved(setup.resolved.hardware, workload, settings))
+    writer.json(
+        "summary.json",
+        {
+            "method": settings.method,
+            "seed": settings.seed,
+            "status": "diverged" if diverged else "finished",
+            "accuracy": last.get("accuracy"),
+            "loss": last.get("loss"),
+            **timing_summary(timing),
+            "bounds_cycles": bounds.__dict__,
+            "trace_samples": writer.window,
+            "precision": settings.precision,
+            "horizon": settings.horizon,
+            "backend": settings.backend,
+            "timing_only": settings.timing_only,
+            "versions": versions(),
+        },
+    )
+    writer.figure()
+
+
+def _backend(setup: Setup) -> Backend:
+    """The backend that the settings name, with the model's weights."""
+    settings, workload = setup.resolved.settings, setup.resolved.workload
+    if settings.backend == "numba":
+        from pbsim.numerics.executor import NumbaBackend as Chosen
+    else:
+        from pbsim.numerics.torch_backend import TorchBackend as Chosen  # type: ignore[assignment]
+    decays = _weight_decays(setup.network, workload, setup.resolved.workload_where)
+    return Chosen(setup.network, _state(setup.module), setup.rule, decays, settings.precision)
+
+
+def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[str, Any]:
+    """A row of `evaluations.parquet`: the test set on the weights as they are."""
+    assert setup.dataset is not None
+    targets = setup.dataset.y_test
+    loss, outputs = backend.evaluate(setup.dataset.x_test, targets)
+    accuracy = float("nan")
+    if setup.dataset.classes:
+        labels = targets if targets.ndim == 1 else targets.argmax(axis=1)
+        accuracy = float((outputs.argmax(axis=1) == labels).mean())
+    seconds = cycle / (setup.resolved.hardware.clock_ghz * 1e9)
+    return {
+        "sample": sample, "cycle": cycle, "seconds": seconds, "split": "test", "loss": loss, "accuracy": accuracy,
+    }  # fmt: skip
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    """A module's parameters and buffers as arrays (copies)."""
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
+
+
+def _load(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    """Put trained weights back into their module."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in parameters:
+                parameter.copy_(torch.from_numpy(parameters[name]))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Let torch use so many threads within the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

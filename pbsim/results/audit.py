@@ -1,0 +1,300 @@
+"""The checks that every run makes on itself (DESIGN.md 11, HARDWARE.md 2); one that fails fails the run.
+
+The audit recounts from the trace what the timing plane has kept in its own books: operations, versions, busy
+cycles, bytes on links. It works on the stream, and keeps only what is still in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pbsim.hardware import Links, Machine
+from pbsim.hardware.memory import Category
+from pbsim.network.network import Network
+from pbsim.results.records import BW, BX, F, MalformedTraceError, Recorder, Records, U
+from pbsim.schedule import Chunk, Op, Timing, Trace
+from pbsim.schedule.trace import IntArray
+
+
+class AuditError(RuntimeError):
+    """A run contradicts itself; the message says how."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Cycles that no schedule of this machine can beat, per resource; a run is at least as long as each."""
+
+    compute: int
+    link: int
+    host: int
+
+
+@dataclass
+class DelayStatistics:
+    """Measured delays per stage, over samples whose forward read version 1 or later (over all, if none did)."""
+
+    stages: int
+    count: IntArray = field(init=False)
+    total: IntArray = field(init=False)
+    least: IntArray = field(init=False)
+    most: IntArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (2, self.stages)  # row 0: forwards that read version 1 or later; row 1: all
+        self.count, self.total = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        self.least, self.most = np.full(shape, np.iinfo(np.int64).max), np.full(shape, -1)
+
+    def feed(self, records: Records) -> None:
+        """Count the delays of complete samples."""
+        if not len(records):
+            return
+        delay = records.delay
+        for row, chosen in enumerate((records.version[:, :, F] >= 1, np.ones_like(delay, dtype=bool))):
+            self.count[row] += chosen.sum(axis=0)
+            self.total[row] += np.where(chosen, delay, 0).sum(axis=0)
+            self.least[row] = np.minimum(self.least[row], np.where(chosen, delay, np.iinfo(np.int64).max).min(axis=0))
+            self.most[row] = np.maximum(self.most[row], np.where(chosen, delay, -1).max(axis=0))
+
+    def table(self) -> list[tuple[float, int, int]]:
+        """Mean, least and most per stage."""
+        rows = np.where(self.count[0] > 0, 0, 1)
+        stages = np.arange(self.stages)
+        mean = self.total[rows, stages] / self.count[rows, stages]
+        least, most = self.least[rows, stages], self.most[rows, stages]
+        return [(float(a), int(b), int(c)) for a, b, c in zip(mean, least, most, strict=True)]
+
+
+class Audit:
+    """Follows a run's trace; `watch` passes chunks on, `finish` checks the books against it."""
+
+    def __init__(self, machine: Machine, network: Network, timing: Timing) -> None:
+        self.machine, self.network, self.timing = machine, network, timing
+        self.delays = DelayStatistics(machine.stages)
+        self._recorder = Recorder(machine)
+        self._counts = np.zeros((machine.stages, 4), np.int64)
+        self._busy_until = np.full((machine.stages, 2), -1)
+        self._update_ends: list[IntArray] = [np.empty(0, np.int64) for _ in machine.cores]
+        self._forgotten = np.zeros(machine.stages, np.int64)
+        self._links = _LinkAudit(machine)
+        self._last_end = 0
+
+    def watch(self, chunk: Chunk) -> Records:
+        """Check a chunk; return the samples that it completes."""
+        rows = chunk.rows
+        if len(rows):
+            self._require((rows.start >= 0).all() and (rows.end >= rows.start).all(), "an operation ends before it starts")
+            compute = rows[rows.op <= Op.UPDATE]
+            np.add.at(self._counts, (compute.stage, compute.op), 1)
+            self._last_end = max(self._last_end, int(rows.end.max()))
+            self._check_overlap(compute)
+            self._links.feed(rows[rows.op == Op.SEND], chunk.until)
+        try:
+            records = self._recorder.feed(rows)
+        except MalformedTraceError as error:
+            raise AuditError(str(error)) from error
+        if len(records):
+            self._check_durations(records)
+            self._check_causality(records)
+            self._check_versions(records)
+            self.delays.feed(records)
+        return records
+
+    def finish(self) -> Bounds:
+        """Check the timing plane's books against what was seen; return the bounds the run was held to."""
+        timing, machine = self.timing, self.machine
+        try:
+            self._recorder.finish()
+        except MalformedTraceError as error:
+            raise AuditError(str(error)) from error
+        self._require((self._counts == timing.samples).all(), "a stage has not run every sample exactly once")
+        self._require(timing.cycles >= self._last_end, "an operation ends after the run")
+        self._check_units()
+        self._check_macs()
+        self._links.finish(timing.links)
+        leftovers = timing.ledger.leftovers()
+        self._require(not leftovers, f"memory is not empty after the drain: {leftovers}")
+        if timing.step_cycles is not None:
+            self._check_lockstep_stash()
+        bounds = bounds_of(machine, timing)
+        longest = max(bounds.compute, bounds.link, bounds.host)
+        self._require(timing.cycles >= longest, f"{timing.cycles} cycles beat a bound: {bounds}")
+        return bounds
+
+    @staticmethod
+    def _require(holds: bool | np.bool_, otherwise: str) -> None:
+        if not holds:
+            raise AuditError(f"audit: {otherwise}")
+
+    def _check_overlap(self, rows: Trace) -> None:
+        """No unit runs two operations at once."""
+        unit = (rows.op != Op.FORWARD) if self.machine.split else np.zeros(len(rows), bool)
+        unit = unit.astype(np.int64)
+        order = np.lexsort((rows.op, rows.sample, rows.end, rows.start, unit, rows.stage))
+        stage, unit, start, end = rows.stage[order], unit[order], rows.start[order], rows.end[order]
+        key = stage * 2 + unit
+        first = np.ones(len(key), bool)
+        first[1:] = key[1:] != key[:-1]
+        before = np.empty(len(key), np.int64)
+        before[1:] = end[:-1]
+        before[first] = self._busy_until[stage[first], unit[first]]
+        self._require((start >= before).all(), "a unit runs two operations at once")
+        last = np.ones(len(key), bool)
+        last[:-1] = first[1:]
+        self._busy_until[stage[last], unit[last]] = end[last]
+
+    def _check_durations(self, records: Records) -> None:
+        """Every operation takes the cycles that the hardware model gives it."""
+        expected = np.array(
+            [
+                [
+                    core.cycles.forward.total,
+                    core.cycles.input_gradient.total,
+                    core.cycles.weight_gradient.total,
+                    core.cycles.update.total,
+                ]
+                for core in self.machine.cores
+            ]
+        )
+        self._require((records.end - records.start == expected).all(), "an operation has not the cycles of its core")
+
+    def _check_causality(self, records: Records) -> None:
+        """Nothing starts before what it needs is there."""
+        start, end = records.start, records.end
+        self._require((start[:, 0, F] >= records.load_end).all(), "a sample was forwarded before it came from the host")
+        self._require((start[:, :, BX] >= end[:, :, F]).all(), "a backward starts before its forward ended")
+        self._require((start[:, :, BW] >= end[:, :, BX]).all(), "Bw starts before Bx ended")
+        self._require((start[:, :, U] >= end[:, :, BW]).all(), "U starts before Bw ended")
+        for c, channel in enumerate(self.machine.channels):
+            s, t = channel.source, channel.target
+            leaves, comes = records.send_start[:, c], records.send_end[:, c]
+            self._require((leaves[:, 0] >= end[:, s, F]).all(), f"an activation {s}>{t} leaves before it is computed")
+            self._require((start[:, t, F] >= comes[:, 0]).all(), f"stage {t} starts before its input from {s} arrived")
+            self._require((leaves[:, 1] >= end[:, t, BX]).all(), f"a gradient {t}>{s} leaves before it is computed")
+            self._require((start[:, s, BX] >= comes[:, 1]).all(), f"stage {s} starts Bx before the gradient of {t} arrived")
+
+    def _check_versions(self, records: Records) -> None:
+        """Versions equal the number of updates that ended by then, recounted from the updates' ends."""
+        for stage in range(self.machine.stages):
+            ends = np.sort(np.concatenate([self._update_ends[stage], records.end[:, stage, U]]))
+            starts, versions = records.start[:, stage], records.version[:, stage]
+            for op in (F, BX):
+                counted = self._forgotten[stage] + np.searchsorted(ends, starts[:, op], side="right")
+                self._require((counted == versions[:, op]).all(), f"stage {stage} reads a version that is not there")
+            self._require((versions[:, BW] == versions[:, BX]).all(), "Bx and Bw of a sample read different versions")
+            made = self._forgotten[stage] + np.searchsorted(ends, records.end[:, stage, U], side="right")
+            self._require((made == versions[:, U]).all(), f"stage {stage} counts its updates wrongly")
+            known = int(np.searchsorted(ends, starts[-1, F], side="right"))
+            self._forgotten[stage] += known
+            self._update_ends[stage] = ends[known:]
+        if self.timing.step_cycles is not None:
+            nominal = 2 * (self.machine.stages - 1 - np.arange(self.machine.stages))
+            due = np.minimum(records.sample[:, None], nominal)
+            self._require((records.delay == due).all(), "a lockstep delay is not min(sample, 2(S-1-s))")
+
+    def _check_units(self) -> None:
+        """Each unit's cycles sum to the run's, and its busy cycles are those of the operations seen."""
+        for usage in self.timing.units:
+            self._require(usage.total == self.timing.cycles, f"the cycles of core {usage.core} do not sum to the run's: {usage}")
+            core = self.machine.cores[usage.core]
+            seen = {
+                "forward": core.cycles.forward.total * self._counts[usage.core, F],
+                "input_gradient": core.cycles.input_gradient.total * self._counts[usage.core, BX],
+                "weight_gradient": core.cycles.weight_gradient.total * self._counts[usage.core, BW],
+                "update": core.cycles.update.total * self._counts[usage.core, U],
+            }
+            for name, cycles in seen.items():
+                runs_here = usage.unit == "shared" or (usage.unit == "forward") == (name == "forward")
+                booked = getattr(usage, name)
+                self._require(booked == (cycles if runs_here else 0), f"core {usage.core} books {booked} cycles of {name}")
+            parts = (usage.stall_input, usage.stall_output, usage.stall_memory, usage.idle)
+            self._require(min(parts) >= 0, f"core {usage.core} has a negative count of cycles: {usage}")
+
+    def _check_macs(self) -> None:
+        """MACs of the operations seen equal those of the model's shapes, for F, Bx and Bw apart."""
+        for op, name in ((F, "macs_forward"), (BX, "macs_input_gradient"), (BW, "macs_weight_gradient")):
+            seen = sum(int(self._counts[s.index, op]) * getattr(s.work, name) for s in self.network.stages)
+            operators = (o for s in self.network.stages for o in s.operators)
+            expected = self.timing.samples * sum(getattr(o.work, name) for o in operators)
+            self._require(seen == expected, f"{name}: {seen} simulated, {expected} by the model's shapes")
+
+    def _check_lockstep_stash(self) -> None:
+        """In lockstep, stage s holds 2(S-1-s) + 1 samples at most, and that many stashes."""
+        for core in self.machine.cores:
+            due = min(self.timing.samples, 2 * (self.machine.stages - 1 - core.stage) + 1)
+            held = self.timing.peak_in_flight[core.stage]
+            self._require(held == due, f"core {core.stage} held {held} samples, {due} are due")
+            peak = self.timing.ledger.peak[core.stage][Category.STASH]
+            self._require(peak == due * core.memory.stash, f"the stash of core {core.stage} peaked at {peak} bytes")
+
+
+class _LinkAudit:
+    """Recounts what each link carried, and that it carried one message at a time."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.links = machine.links()
+        self._routes: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}
+        for c in machine.channels:
+            self._routes[c.source, c.target] = (c.forward_path, c.forward_serialisation, c.forward_bytes)
+            self._routes[c.target, c.source] = (c.gradient_path, c.gradient_serialisation, c.gradient_bytes)
+        self._pending: list[list[IntArray]] = [[] for _ in self.links.bytes]
+        self._free_at = np.zeros(len(self.links.bytes), np.int64)
+        self.bytes = np.zeros(len(self.links.bytes), np.int64)
+        self.busy_cycles = np.zeros(len(self.links.bytes), np.int64)
+
+    def feed(self, sends: Trace, until: int) -> None:
+        """Take messages; check the links up to a cycle before which no further message starts."""
+        for (source, target), (path, serialisation, size) in self._routes.items():
+            starts = sends.start[(sends.stage == source) & (sends.target == target)]
+            hop = self.links.hop_cycles
+            ends = sends.end[(sends.stage == source) & (sends.target == target)]
+            Audit._require((ends - starts == len(path) * hop + serialisation).all(), "a message is early or late")
+            for k, link in enumerate(path):
+                self.bytes[link] += size * len(starts)
+                self.busy_cycles[link] += serialisation * len(starts)
+                if serialisation and len(starts):
+                    begin = starts + k * hop
+                    self._pending[link].append(np.stack([begin, begin + serialisation], axis=1))
+        for link in range(len(self._pending)):
+            self._settle(link, until)
+
+    def _settle(self, link: int, until: int) -> None:
+        if not self._pending[link]:
+            return
+        spans = np.concatenate(self._pending[link])
+        spans = spans[np.argsort(spans[:, 0])]
+        settled = spans[spans[:, 0] < until]
+        self._pending[link] = [spans[len(settled) :]]
+        if len(settled):
+            before = np.concatenate([[self._free_at[link]], settled[:-1, 1]])
+            Audit._require((settled[:, 0] >= before).all(), f"link {Links.ends(link)} carries two messages at once")
+            self._free_at[link] = settled[-1, 1]
+
+    def finish(self, links: Links) -> None:
+        """Settle what is left, and compare with the fabric's own books."""
+        for link in range(len(self._pending)):
+            self._settle(link, np.iinfo(np.int64).max)
+            carried = (int(self.bytes[link]), int(self.busy_cycles[link]))
+            booked = (links.bytes[link], links.busy_cycles[link])
+            Audit._require(carried == booked, f"link {Links.ends(link)} booked {booked}, carried {carried} (bytes, cycles)")
+
+
+def bounds_of(machine: Machine, timing: Timing) -> Bounds:
+    """Lower bounds of a run: the busiest unit's work, the busiest link's, and the host's."""
+    work = (
+        max(core.cycles.forward.total, core.cycles.backward) if machine.split else core.cycles.total
+        for core in machine.cores
+    )
+    return Bounds(
+        compute=timing.samples * max(work),
+        link=max(timing.links.busy_cycles, default=0),
+        host=(timing.samples - 1) * machine.host_cycles,
+    )
+
+
+def audited(chunks: Iterable[Chunk], audit: Audit) -> Iterator[tuple[Chunk, Records]]:
+    """Chunks as they come, each with the samples it completes."""
+    for chunk in chunks:
+        yield chunk, audit.watch(chunk)

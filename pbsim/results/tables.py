@@ -1,0 +1,131 @@
+"""The tables of a run, from the timing plane's books, and the scalars of its summary."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from pbsim.hardware import Links
+from pbsim.hardware.memory import Category
+from pbsim.network.network import Network
+from pbsim.results.audit import DelayStatistics
+from pbsim.schedule import Timing
+
+Rows = list[dict[str, Any]]
+
+
+def stage_rows(network: Network, timing: Timing, delays: DelayStatistics) -> Rows:
+    """Rows of `stages.parquet`."""
+    rows = []
+    for stage, core, (mean, least, most) in zip(network.stages, timing.machine.cores, delays.table(), strict=True):
+        rows.append(
+            {
+                "stage": stage.index,
+                "name": stage.name,
+                "parameters": list(stage.parameters),
+                "core": core.stage,
+                "pes": core.pes,
+                "macs_forward": stage.work.macs_forward,
+                "macs_input_gradient": stage.work.macs_input_gradient,
+                "macs_weight_gradient": stage.work.macs_weight_gradient,
+                "cycles_forward": core.cycles.forward.total,
+                "cycles_input_gradient": core.cycles.input_gradient.total,
+                "cycles_weight_gradient": core.cycles.weight_gradient.total,
+                "cycles_update": core.cycles.update.total,
+                "delay_nominal": 2 * (len(network.stages) - 1 - stage.index),
+                "delay_mean": mean,
+                "delay_min": least,
+                "delay_max": most,
+            }
+        )
+    return rows
+
+
+def core_rows(timing: Timing) -> Rows:
+    """Rows of `cores.parquet`."""
+    return [{**asdict(usage), "total": usage.total} for usage in timing.units]
+
+
+def memory_rows(timing: Timing) -> Rows:
+    """Rows of `memory.parquet`."""
+    rows = []
+    for core in timing.machine.cores:
+        peaks = {category.label: timing.ledger.peak[core.stage][category] for category in Category}
+        peaks["total"] = timing.ledger.core_peak[core.stage]
+        rows += [
+            {"core": core.stage, "category": label, "peak_bytes": peak, "capacity_bytes": core.memory.capacity}
+            for label, peak in peaks.items()
+        ]
+    return rows
+
+
+def link_rows(timing: Timing) -> Rows:
+    """Rows of `links.parquet`."""
+    rows = []
+    for link, (size, busy) in enumerate(zip(timing.links.bytes, timing.links.busy_cycles, strict=True)):
+        source, target = Links.ends(link)
+        rows.append(
+            {
+                "source": source,
+                "target": target,
+                "bytes": size,
+                "busy_cycles": busy,
+                "utilization": busy / timing.cycles,
+            }
+        )
+    return rows
+
+
+def utilization(timing: Timing) -> float:
+    """Busy unit-cycles over all unit-cycles of the run."""
+    return sum(usage.busy for usage in timing.units) / (timing.cycles * len(timing.units))
+
+
+def bottleneck(timing: Timing) -> tuple[int, str]:
+    """The busiest core's stage, and in words the busiest resource of all: a core, a link or the host."""
+    busiest = max(timing.units, key=lambda usage: usage.busy)
+    core = timing.machine.cores[busiest.core]
+    unit = "" if busiest.unit == "shared" else f" ({busiest.unit} unit)"
+    found = [(busiest.busy, f"core of stage {core.stage} {core.name!r}{unit}")]
+    if timing.links.busy_cycles:
+        link = max(range(len(timing.links.busy_cycles)), key=timing.links.busy_cycles.__getitem__)
+        source, target = Links.ends(link)
+        found.append((timing.links.busy_cycles[link], f"link from core {source} to core {target}"))
+    found.append((timing.samples * timing.machine.host_cycles, "host"))
+    busy, name = max(found, key=lambda item: item[0])
+    return core.stage, f"{name}, busy {busy / timing.cycles:.1%} of the run"
+
+
+def overflows(timing: Timing) -> list[int]:
+    """Cores whose memory has outgrown their SRAM."""
+    peaks = zip(timing.machine.cores, timing.ledger.core_peak, strict=True)
+    return [core.stage for core, peak in peaks if peak > core.memory.capacity]
+
+
+def timing_summary(timing: Timing) -> dict[str, Any]:
+    """The scalars of `summary.json` that the timing plane knows."""
+    seconds = timing.cycles / (timing.machine.hardware.clock_ghz * 1e9)
+    stage, name = bottleneck(timing)
+    return {
+        "samples": timing.samples,
+        "cycles": timing.cycles,
+        "seconds": seconds,
+        "samples_per_second": timing.samples / seconds,
+        "utilization": utilization(timing),
+        "bottleneck_stage": stage,
+        "bottleneck": name,
+        "initiation_interval_cycles": max(core.cycles.total for core in timing.machine.cores),
+        "step_cycles": timing.step_cycles,
+        "peak_memory_bytes": timing.ledger.machine_peak,
+        "overflowing_cores": overflows(timing),
+        "energy_joules": None,
+        "noc_bytes": sum(timing.links.bytes),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run's figures depend on."""
+    packages = ("pbsim", "numpy", "numba", "torch")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

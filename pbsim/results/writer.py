@@ -1,0 +1,134 @@
+"""Writes a run directory: streams while the run goes on, and appears under its name only once it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from pbsim.errors import user_error
+from pbsim.results.schemas import EVENTS, METRICS, TABLES
+from pbsim.schedule import Op, Trace
+
+MAX_ALL_ROWS = 5_000_000
+DEFAULT_WINDOW = 1000
+
+
+def window_samples(trace: str | None, rows: int, samples: int) -> int:
+    """How many samples of a run's trace are kept: of `all`, `first:N` or `none`, by default by the number of rows."""
+    if trace is None:
+        return samples if rows <= MAX_ALL_ROWS else min(DEFAULT_WINDOW, samples)
+    if trace == "all":
+        return samples
+    return 0 if trace == "none" else min(int(trace.removeprefix("first:")), samples)
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Refuse a place that is taken, unless forced; only a run directory may be replaced."""
+    if not path.exists():
+        return
+    if not force:
+        raise user_error(str(path), "", "", "exists already; choose another --out, or replace it with --force")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / "summary.json").is_file()):
+        raise user_error(str(path), "", "", "is not a run directory, and is not replaced even with --force")
+
+
+class RunWriter:
+    """A run directory in the making, in a hidden folder beside its place.
+
+    Used as a context manager: leaving it without `publish` removes what was written.
+
+    Parameters
+    ----------
+    path : where the directory will appear.
+    window : samples whose events are kept.
+    """
+
+    def __init__(self, path: Path, window: int) -> None:
+        self.path, self.window = path, window
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        self._events = pq.ParquetWriter(self.folder / "events.parquet", EVENTS)
+        self._metrics = pq.ParquetWriter(self.folder / "metrics.parquet", METRICS)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        for writer in (self._events, self._metrics):
+            if writer.is_open:
+                writer.close()
+
+    def events(self, rows: Trace) -> None:
+        """Append the rows of a trace that are in the window."""
+        rows = rows[rows.sample < self.window]
+        if not len(rows):
+            return
+        labels = pa.DictionaryArray.from_arrays(rows.op.astype(np.int8), [op.label for op in Op])
+        columns = [rows.start, rows.end, rows.stage, rows.stage, labels, rows.sample, rows.version, rows.target]
+        self._events.write_table(pa.table([pa.array(column) for column in columns], schema=EVENTS))
+
+    def metrics(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Append metrics of samples."""
+        self._metrics.write_table(pa.table(dict(columns), schema=METRICS))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a table from its rows."""
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema=TABLES[name]), self.folder / f"{name}.parquet")
+
+    def weights(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
+        """Write weights under their torch names."""
+        save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, self.folder / name)
+
+    def text(self, name: str, text: str) -> None:
+        """Write a text file."""
+        (self.folder / name).write_text(text, encoding="utf-8")
+
+    def json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file; numbers that are not finite become null, which JSON can say."""
+        self.text(name, json.dumps(_finite(content), indent=2) + "\n")
+
+    def figure(self) -> None:
+        """Draw the utilization figure from what has been written."""
+        from pbsim.results.run import FIGURE, Run
+
+        self._close()
+        place = self.folder / FIGURE
+        place.parent.mkdir()
+        Run(self.folder).plot_utilization().savefig(place, dpi=150)
+
+    def publish(self) -> None:
+        """Put the directory in its place, replacing what `check_free` has allowed to be replaced."""
+        self._close()
+        self.folder.chmod(0o755)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        os.replace(self.folder, self.path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
