@@ -6,7 +6,6 @@ The public names are loaded when they are first used, so that `import pbsim` is 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from pbsim.experiment import load_hardware, load_workload, simulate
     from pbsim.results import Run, open_run
 
-__version__ = version("pbsim")
 __all__ = ["Run", "UserError", "load_hardware", "load_workload", "open_run", "simulate"]
 
 _HOMES = {
@@ -28,6 +26,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("pbsim")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -143,15 +143,20 @@ def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> R
     workload = attempt(lambda: validate(Workload, _absolute(sources["workload"])))
     settings = attempt(lambda: validate(Settings, sources["run"]))
     text = sources["run"].document.get("method", "pb")
-    method = attempt(lambda: parse_method(text)) if isinstance(text, str) else None
+    method: Method | None = attempt(lambda: parse_method(text)) if isinstance(text, str) else None
     if settings is not None and settings.samples is not None and settings.epochs is not None:
         problems.append(Problem(sources["run"].where, "samples", str(settings.samples), "excludes epochs: give one"))
-    if problems:
+    if problems or method is None:
         raise UserError(problems)
     horizon = method.horizon or settings.horizon
     settings = settings.model_copy(update={"method": str(method), "horizon": horizon})
     return Resolved(
-        hardware, workload, settings, replace(method, horizon=horizon), sources["hardware"].where, sources["workload"].where
+        hardware,
+        workload,
+        settings,
+        replace(method, horizon=horizon),
+        sources["hardware"].where,
+        sources["workload"].where,
     )
 
 
@@ -228,9 +233,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
         model = build_model(
             workload.model.factory, workload.model.arguments, base=None, where=where, seed=settings.seed
         )
-    network = capture_network(
-        model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where
-    )
+    network = capture_network(model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where)
     if dataset is not None:
         dataset = _fit_targets(dataset, network, workload, where)
     model.to(getattr(torch, settings.precision))
@@ -246,13 +249,19 @@ def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: 
     outputs = int(np.prod(network.shapes[network.output_value]))
     if workload.loss.kind == "cross_entropy":
         if not dataset.classes:
-            raise user_error(where, "loss.kind", "cross_entropy", "needs integer labels; the data are regression targets")
+            raise user_error(
+                where, "loss.kind", "cross_entropy", "needs integer labels; the data are regression targets"
+            )
         if dataset.classes > outputs:
-            raise user_error(where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data")
+            raise user_error(
+                where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data"
+            )
         return dataset
     if dataset.classes:
         if dataset.classes > outputs:
-            raise user_error(where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data")
+            raise user_error(
+                where, "model", f"{outputs} outputs", f"too few for the {dataset.classes} classes of the data"
+            )
         one_hot = np.eye(outputs, dtype=np.float32)
         return replace(dataset, y_train=one_hot[dataset.y_train], y_test=one_hot[dataset.y_test])
     if dataset.y_train.shape[1] != outputs:
@@ -266,7 +275,12 @@ def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str
     patterns = workload.training.exempt
     unused = [p for p in patterns if not fnmatch.filter(network.parameters, p)]
     if unused:
-        raise user_error(where, "training.exempt", unused, f"no parameter matches; there are {', '.join(network.parameters)}")
+        raise user_error(
+            where,
+            "training.exempt",
+            unused,
+            f"no parameter matches; there are {', '.join(network.parameters)}",
+        )
     return {
         name: 0.0 if any(fnmatch.fnmatchcase(name, p) for p in patterns) else workload.training.weight_decay
         for name in network.parameters

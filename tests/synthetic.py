@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import strategies as st
+
 from pbsim.config import Hardware, Source, validate
-from pbsim.hardware import Machine, build_machine
+from pbsim.hardware import Cycles, Machine, StageCycles, build_machine
 from pbsim.network.network import Edge, Network, Operator, Stage, Work
 from pbsim.optim import Recipe, UpdateRule
 
@@ -13,16 +18,21 @@ RECIPE = Recipe(batch=1, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False)
 def chain(
     stages: int,
     work: list[Work] | None = None,
-    elements: int = 10,
+    elements: int | Sequence[int] = 10,
     skips: tuple[tuple[int, int], ...] = (),
     parameters: int = 8,
+    tokens: tuple[tuple[int, int], ...] = (),
 ) -> Network:
-    """A chain of linear-like stages, value s + 1 made by stage s, with extra edges from `skips`."""
+    """A chain of linear-like stages, value s + 1 made by stage s, with extra edges from `skips`.
+
+    `elements` may be given per value. Edges in `tokens` need no gradient: its message has no bytes.
+    """
+    sizes = [elements] * (stages + 1) if isinstance(elements, int) else list(elements)
     work = work or [Work(64, 64 if s else 0, 64, 8, 8 if s else 0, 8) for s in range(stages)]
     readers: dict[int, list[int]] = {s: [s + 1] for s in range(stages - 1)}
     for source, target in skips:
         readers[source].append(target)
-    shapes = tuple((elements,) for _ in range(stages + 1))
+    shapes = tuple((size,) for size in sizes)
     made = []
     for s in range(stages):
         inputs = (s, *(source + 1 for source, target in skips if target == s))
@@ -40,11 +50,15 @@ def chain(
             saves_output=False,
         )
         outputs = (s + 1,) if s < stages - 1 else ()
-        made.append(
-            Stage(s, f"layer{s}", (operator,), (f"w{s}",), parameters, inputs, outputs, elements, work[s])
-        )
+        made.append(Stage(s, f"layer{s}", (operator,), (f"w{s}",), parameters, inputs, outputs, sizes[s], work[s]))
     edges = tuple(
-        Edge(source, target, (source + 1,), elements, elements)
+        Edge(
+            source,
+            target,
+            (source + 1,),
+            sizes[source + 1],
+            0 if (source, target) in tokens else sizes[source + 1],
+        )
         for source in range(stages)
         for target in sorted(readers.get(source, []))
     )
@@ -69,3 +83,59 @@ def hardware(name: str = "lockstep_ideal", **changes: object) -> Hardware:
 
 def machine(net: Network, name: str = "lockstep_ideal", rule: UpdateRule | None = None, **changes: object) -> Machine:
     return build_machine(hardware(name, **changes), net, rule or UpdateRule(RECIPE))
+
+
+def with_cycles(machine: Machine, cycles: Sequence[tuple[int, int, int, int]]) -> Machine:
+    """A machine whose stages' F, Bx, Bw and U take these cycles."""
+    cores = (
+        replace(core, cycles=StageCycles(*(Cycles(compute=count) for count in counts)))
+        for core, counts in zip(machine.cores, cycles, strict=True)
+    )
+    return replace(machine, cores=tuple(cores))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network on a machine, and how many samples to run."""
+
+    net: Network
+    machine: Machine
+    samples: int
+
+
+@st.composite
+def cases(draw: st.DrawFn, **changes: object) -> Case:
+    """Small machines of every kind; `changes` fixes keys of the hardware file.
+
+    Cycles are drawn as the hardware model gives them: only Bx of the first stage, and Bw and U of stages
+    without parameters, may take none. The first stage has parameters.
+    """
+    stages = draw(st.integers(1, 6))
+    distant = [(s, t) for s in range(stages) for t in range(s + 2, stages)]
+    skips = tuple(sorted(draw(st.sets(st.sampled_from(distant), max_size=3)))) if distant else ()
+    tokens = tuple(skip for skip in skips if skip[0] == 0 and draw(st.booleans()))
+    sizes = draw(st.lists(st.integers(1, 8), min_size=stages + 1, max_size=stages + 1))
+    cycles = []
+    for stage in range(stages):
+        trained = int(stage == 0 or draw(st.booleans()))
+        least = (1, int(stage > 0), trained, trained)
+        cycles.append(tuple(draw(st.integers(low, low + most)) for low, most in zip(least, (5, 4, 4, 2), strict=True)))
+    credits = st.one_of(
+        st.sampled_from(["lockstep", "1f1b", "unbounded"]),
+        st.integers(1, 4),
+        st.lists(st.integers(1, 4), min_size=stages, max_size=stages),
+    )
+    keys = {
+        "pipeline__timing": st.sampled_from(["dataflow", "lockstep"]),
+        "pipeline__credits": credits,
+        "pipeline__priority": st.sampled_from(["backward", "forward"]),
+        "pipeline__output_slots": st.integers(1, 3),
+        "core__units": st.sampled_from(["shared", "split"]),
+        "fabric__link_bytes_per_cycle": st.sampled_from([1.0, 2.0, 3.0, 5.0, 16.0, float("inf")]),
+        "fabric__hop_cycles": st.integers(0, 3),
+        "host__bytes_per_cycle": st.sampled_from([1.0, 2.5, 6.0, float("inf")]),
+    }
+    table = {key: changes[key] if key in changes else draw(values) for key, values in keys.items()}
+    net = chain(stages, elements=sizes, skips=skips, tokens=tokens)
+    built = with_cycles(machine(net, "lockstep_ideal", **table), cycles)
+    return Case(net, built, draw(st.integers(1, 8)))

@@ -700,11 +700,9 @@ def test_refusals(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_tied_parameters_within_a_stage() -> None:
-    module = _tied(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    network = same_as_torch(nn.Sequential(module), (2,), ["0"])
-    assert network.stages[0].parameters == ("0.0.weight", "0.0.bias", "0.2.bias")
-    assert network.stages[0].parameter_elements == 4 + 2 + 2
+def test_tied_parameters_are_refused_within_a_stage_too() -> None:
+    module = nn.Sequential(_tied(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
+    assert "the parameter '0.0.weight' is shared by 0.0 (stage 0) and 0.2 (stage 0)" in refused(module, (2,), partition=["0"])
 
 
 def test_losses() -> None:

@@ -57,7 +57,10 @@ def find(kind: type[Table], name: str) -> Path:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise user_error(
-        name, "", "", f"no such file, and no shipped {kind.__name__.lower()} of that name{hint}; shipped: {', '.join(known)}"
+        name,
+        "",
+        "",
+        f"no such file, and no shipped {kind.__name__.lower()} of that name{hint}; shipped: {', '.join(known)}",
     )
 
 
@@ -250,3 +253,44 @@ def plain(table: BaseModel) -> dict[str, Any]:
 def dump_resolved(hardware: Hardware, workload: Workload, settings: Settings) -> str:
     """The text of `config.toml`: all that a rerun needs."""
     return tomli_w.dumps({"hardware": plain(hardware), "workload": plain(workload), "run": plain(settings)})
+
+
+def check_file(name: str) -> str:
+    """Validate a file or shipped name, of either kind, and say what it is; raises `UserError` with its problems."""
+    kinds: tuple[type[Table], ...] = (Hardware, Workload)
+    path = Path(name)
+    if not path.is_file():
+        known = [(kind, shipped(kind)) for kind in kinds]
+        found = [(kind, files[name]) for kind, files in known if name in files]
+        if not found:
+            names = ", ".join(stem for _, files in known for stem in files)
+            raise user_error(
+                name,
+                "",
+                "",
+                f"no such file, and no shipped hardware or workload of that name; shipped: {names}",
+            )
+        kind, path = found[0]
+    else:
+        document = read_toml(path)
+        likeness = {kind: len(document.keys() & kind.model_fields.keys() - {"name"}) for kind in kinds}
+        kind = max(kinds, key=lambda k: likeness[k])
+        if not likeness[kind]:
+            raise user_error(
+                name,
+                "",
+                "",
+                "is neither a hardware file ([mesh], [core] ...) nor a workload ([model], [data] ...)",
+            )
+    table = validate(kind, Source(read_toml(path), name, path.resolve().parent))
+    return f"{kind.__name__.lower()} {table.name!r} is valid"  # type: ignore[attr-defined]
+
+
+def first_comment(path: Path) -> str:
+    """The first sentence of a file's opening comment."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    return " ".join(lines).partition(": ")[0].partition(". ")[0].rstrip(".")

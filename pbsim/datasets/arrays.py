@@ -100,9 +100,7 @@ def from_user(data: object) -> Dataset:
         arrays = dict(zip(KEYS, (*_stacked(data[0], "train"), *_stacked(data[1], "test")), strict=True))
         return _from_arrays({key: _constant(value) for key, value in arrays.items()}, "data")
     if _is_indexable(data) and not isinstance(data, tuple | list | str | bytes):
-        raise user_error(
-            "data", "", type(data).__name__, f"needs a test set beside the training set: {_USER_DATA}"
-        )
+        raise user_error("data", "", type(data).__name__, f"needs a test set beside the training set: {_USER_DATA}")
     given = f"{type(data).__name__} of {len(data)}" if isinstance(data, tuple | list) else type(data).__name__
     raise user_error("data", "", given, _USER_DATA)
 
@@ -203,9 +201,7 @@ def _mismatches(arrays: Mapping[str, Array], where: str) -> list[Problem]:
     compare("x_train", "y_train", lambda array: f"{len(array)} samples")
     compare("x_test", "y_test", lambda array: f"{len(array)} samples")
     compare("x_train", "x_test", lambda array: f"samples of shape {list(array.shape[1:])}")
-    compare(
-        "y_train", "y_test", lambda array: f"targets of {array.shape[1]}" if array.ndim == 2 else "labels"
-    )
+    compare("y_train", "y_test", lambda array: f"targets of {array.shape[1]}" if array.ndim == 2 else "labels")
     return problems
 
 
@@ -222,4 +218,6 @@ def _cast(arrays: Mapping[str, Array]) -> Dataset:
 
 def _floats(array: Array) -> Floats:
     """Return the array in float64 if it is, else in float32: the run's precision is its own, and cast to later."""
-    return np.ascontiguousarray(array, np.float64 if array.dtype == np.float64 else np.float32)
+    if array.dtype == np.float64:
+        return np.ascontiguousarray(array, np.float64)
+    return np.ascontiguousarray(array, np.float32)

@@ -8,7 +8,7 @@ to [0, 1], and how many samples to take.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from pbsim.errors import Problem, UserError
 if TYPE_CHECKING:
     from pbsim.config.workload import Data
 
-Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.floating[Any]]
 Labels: TypeAlias = NDArray[np.int64]
 Pixels: TypeAlias = NDArray[np.uint8]
 

@@ -121,13 +121,9 @@ def _read_pair(image_file: Path, label_file: Path, classes: int) -> tuple[Pixels
     images, labels = read_idx(image_file), read_idx(label_file)
     for file, array, dimensions in ((image_file, images, 3), (label_file, labels, 1)):
         if array.ndim != dimensions or array.size == 0:
-            raise user_error(
-                str(file), "dimensions", list(array.shape), f"should be {dimensions}, none of them 0"
-            )
+            raise user_error(str(file), "dimensions", list(array.shape), f"should be {dimensions}, none of them 0")
     if len(images) != len(labels):
-        raise user_error(
-            str(label_file), "dimensions", list(labels.shape), f"{image_file} has {len(images)} images"
-        )
+        raise user_error(str(label_file), "dimensions", list(labels.shape), f"{image_file} has {len(images)} images")
     if labels.max() >= classes:
         raise user_error(str(label_file), "labels", labels.max(), f"should be below {classes}")
     return images, labels.astype(np.int64)

@@ -92,6 +92,6 @@ def _check(dataset: Dataset, data: Data, where: str) -> None:
 def _normalized(x: Floats, normalize: Normalize) -> Floats:
     """Return (x - mean) / std, per channel (axis 1), in the type of x."""
     per_channel = (-1, *(1,) * (x.ndim - 2))
-    result = x - np.array(normalize.mean, x.dtype).reshape(per_channel)
-    result /= np.array(normalize.std, x.dtype).reshape(per_channel)
-    return result
+    mean = np.asarray(normalize.mean, dtype=x.dtype).reshape(per_channel)
+    std = np.asarray(normalize.std, dtype=x.dtype).reshape(per_channel)
+    return np.asarray((x - mean) / std)

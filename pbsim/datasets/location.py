@@ -58,13 +58,9 @@ def find(source: Source, path: str | None, base: Path | None, where: str) -> Pat
 
 
 def _not_found(source: Source, root: str | None, where: str) -> UserError:
-    if root:
-        looked = f"${VARIABLE} ({root}) holds no {' or '.join(source.names)}"
-    else:
-        looked = f"${VARIABLE} is not set"
-    return user_error(
-        where, "data.path", "", f"looked at [data] path: not given; {looked}; {_remedy(source)}"
-    )
+    searched = f"${VARIABLE} ({root}) holds no {' or '.join(source.names)}"
+    looked = searched if root else f"${VARIABLE} is not set"
+    return user_error(where, "data.path", "", f"looked at [data] path: not given; {looked}; {_remedy(source)}")
 
 
 def _remedy(source: Source) -> str:

@@ -78,10 +78,9 @@ class StageCycles:
         """Bx + Bw + U."""
         return self.input_gradient.total + self.weight_gradient.total + self.update.total
 
-    @property
-    def total(self) -> int:
-        """All that a sample costs at this stage."""
-        return self.forward.total + self.backward
+    def interval(self, split: bool) -> int:
+        """Cycles between samples when nothing else holds the stage up: F + Bx + Bw + U, split the longer unit's."""
+        return max(self.forward.total, self.backward) if split else self.forward.total + self.backward
 
 
 def stage_loads(network: Network, stage: Stage, rule: UpdateRule) -> StageLoads:

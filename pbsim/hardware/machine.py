@@ -160,9 +160,7 @@ def credits_per_stage(hardware: Hardware, stages: int, where: str) -> list[int |
             return [credits] * stages
         case _:
             if len(credits) != stages:
-                raise user_error(
-                    where, "pipeline.credits", credits, f"should have one entry per stage, here {stages}"
-                )
+                raise user_error(where, "pipeline.credits", credits, f"should have one entry per stage, here {stages}")
             return list(credits)
 
 
@@ -172,7 +170,7 @@ def allocate(hardware: Hardware, network: Network, loads: list[StageLoads], wher
     `uniform` gives each `core.pes`. `balanced` looks for the smallest initiation interval (cycles of the slowest
     stage per sample) that the mesh's PEs can reach, and gives every stage the fewest PEs that keep up with it.
     """
-    mesh, core, stages = hardware.mesh, hardware.core, network.stages
+    mesh, core, stages, split = hardware.mesh, hardware.core, network.stages, hardware.core.units == "split"
     if hardware.pipeline.allocation == "uniform":
         if len(stages) * core.pes > mesh.pes:
             raise user_error(
@@ -184,11 +182,14 @@ def allocate(hardware: Hardware, network: Network, loads: list[StageLoads], wher
         return [core.pes] * len(stages)
     if len(stages) > mesh.pes:
         raise user_error(
-            where, "mesh", f"{mesh.rows} x {mesh.cols}", f"has {mesh.pes} PEs, and the network has {len(stages)} stages"
+            where,
+            "mesh",
+            f"{mesh.rows} x {mesh.cols}",
+            f"has {mesh.pes} PEs, and the network has {len(stages)} stages",
         )
 
     def interval(stage: int, pes: int) -> int:
-        return stage_cycles(core, stages[stage], loads[stage], pes, hardware.element_bytes).total
+        return stage_cycles(core, stages[stage], loads[stage], pes, hardware.element_bytes).interval(split)
 
     def fewest(stage: int, target: int) -> int:
         low, high = 1, mesh.pes

@@ -78,9 +78,7 @@ def capture_network(
         reading.read(node)
     reading.problems += _hidden_mutations(program, reading)
     if reading.problems:
-        raise UserError(
-            Problem(where, f"model.factory at {place}", "", reason) for place, reason in reading.problems
-        )
+        raise UserError(Problem(where, f"model.factory at {place}", "", reason) for place, reason in reading.problems)
     return reading.finish(output, partition, loss, where)
 
 
@@ -90,9 +88,7 @@ def _export(module: nn.Module, sample_shape: Shape, where: str) -> ExportedProgr
 
     first = next(module.parameters(), None)
     if first is None:
-        raise user_error(
-            where, "model.factory", "", "the model has no parameters, so there is nothing to train"
-        )
+        raise user_error(where, "model.factory", "", "the model has no parameters, so there is nothing to train")
     sample = torch.zeros(BATCH, *sample_shape, dtype=first.dtype, device=first.device)
     try:
         with _quiet():
@@ -136,9 +132,7 @@ def _single_output(program: ExportedProgram, where: str) -> Node:
     names = program.graph_signature.user_outputs
     structure = program.call_spec.out_spec
     marker = object()
-    single = (
-        len(names) == 1 and structure is not None and pytree.tree_unflatten([marker], structure) is marker
-    )
+    single = len(names) == 1 and structure is not None and pytree.tree_unflatten([marker], structure) is marker
     nodes = {node.name: node for node in program.graph.nodes}
     output = nodes.get(str(names[0])) if single else None
     if not isinstance(output, Node) or _node_shape(output) is None:
@@ -174,11 +168,7 @@ def _live_nodes(program: ExportedProgram, output: Node) -> list[Node]:
 
 def _target(node: Node) -> str:
     """ATen name of a call, such as "aten.conv2d.default"."""
-    return (
-        str(node.target)
-        if hasattr(node.target, "_schema")
-        else getattr(node.target, "__name__", str(node.target))
-    )
+    return str(node.target) if hasattr(node.target, "_schema") else getattr(node.target, "__name__", str(node.target))
 
 
 def _module_call(node: Node) -> tuple[str, str]:
@@ -216,9 +206,7 @@ def _bound_arguments(node: Node, refer: Callable[[Node], Any]) -> dict[str, Any]
     from torch.fx import Node
 
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    bound = {
-        argument.name: argument.default_value if argument.has_default_value() else None for argument in schema
-    }
+    bound = {argument.name: argument.default_value if argument.has_default_value() else None for argument in schema}
     bound.update(zip((argument.name for argument in schema), node.args, strict=False))
     bound.update(node.kwargs)
     return {name: refer(value) if isinstance(value, Node) else value for name, value in bound.items()}
@@ -232,9 +220,7 @@ class _GraphReading:
         self.module = module
         self.modules = dict(module.named_modules())
         own_paths = {id(member): path for path, member in self.modules.items()}
-        self.own_path = {
-            path: own_paths[id(member)] for path, member in module.named_modules(remove_duplicate=False)
-        }
+        self.own_path = {path: own_paths[id(member)] for path, member in module.named_modules(remove_duplicate=False)}
         self.references: dict[Node, ValueRef | ParameterRef | BufferRef] = {}
         self.shapes: list[Shape] = []
         self.needs_gradient: list[bool] = []
@@ -281,9 +267,7 @@ class _GraphReading:
         if reader is None or shape is None:
             raise UnsupportedError(refusal(_target(node)))
         if not shape or shape[0] != BATCH:
-            raise UnsupportedError(
-                f"its output has no batch dimension: a batch of {BATCH} makes the shape {shape}"
-            )
+            raise UnsupportedError(f"its output has no batch dimension: a batch of {BATCH} makes the shape {shape}")
         call = Call(_bound_arguments(node, lambda operand: self.references.get(operand)), shape, BATCH)
         made: tuple[ValueRef, ...] = ()
         for read in reader(call):
@@ -300,14 +284,10 @@ class _GraphReading:
         name = path if in_leaf and path else f"{path}.{node.name}".lstrip(".")
         for parameter in read.parameters:
             if not self.module.get_parameter(parameter.name).requires_grad:
-                raise UnsupportedError(
-                    f"its parameter {parameter.name!r} is frozen; every parameter is trained here"
-                )
+                raise UnsupportedError(f"its parameter {parameter.name!r} is frozen; every parameter is trained here")
         operator, shape = self._operator(read.kind, name, inputs, read.parameters, read.attributes)
         self.placed.append(PlacedOperator(operator, path, key if in_leaf else None))
-        return self._new_value(
-            shape, needs_gradient=any(operator.needs_input_gradient) or bool(operator.parameters)
-        )
+        return self._new_value(shape, needs_gradient=any(operator.needs_input_gradient) or bool(operator.parameters))
 
     def _operator(
         self,
@@ -344,9 +324,7 @@ class _GraphReading:
         prediction = self.references[output]
         assert isinstance(prediction, ValueRef)
         if not self.needs_gradient[prediction.index]:
-            raise user_error(
-                where, "model.factory", "", "no parameter contributes to the output of the model"
-            )
+            raise user_error(where, "model.factory", "", "no parameter contributes to the output of the model")
         if loss == "cross_entropy" and len(prediction.shape) != 1:
             raise user_error(
                 where,

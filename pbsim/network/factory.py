@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 FACTORY_FORMS = '"module:function" or "path/to/file.py:function"'
 
 
-def build_model(
-    factory: str, arguments: Mapping[str, Any], *, base: Path | None, where: str, seed: int
-) -> nn.Module:
+def build_model(factory: str, arguments: Mapping[str, Any], *, base: Path | None, where: str, seed: int) -> nn.Module:
     """Call a model factory.
 
     The random generator of torch is seeded immediately before the call, and the default dtype is float32
@@ -49,9 +47,7 @@ def build_model(
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         signature = f"{factory}{inspect.signature(function)}"
-        raise user_error(
-            where, "model.arguments", dict(arguments), f"{error}; the factory is {signature}"
-        ) from error
+        raise user_error(where, "model.arguments", dict(arguments), f"{error}; the factory is {signature}") from error
     except ValueError:
         pass  # a callable without a signature: the call itself will tell
 
@@ -86,9 +82,7 @@ def _find(factory: str, base: Path | None, where: str) -> Callable[..., Any]:
             where, "model.factory", factory, f"there is no module {error.name!r}; allowed are {FACTORY_FORMS}"
         ) from error
     except Exception as error:
-        raise user_error(
-            where, "model.factory", factory, f"importing {place} failed: {_said(error)}"
-        ) from error
+        raise user_error(where, "model.factory", factory, f"importing {place} failed: {_said(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if _is_factory(value, module)]
@@ -98,11 +92,7 @@ def _find(factory: str, base: Path | None, where: str) -> Callable[..., Any]:
 
 
 def _is_factory(value: object, module: ModuleType) -> bool:
-    return (
-        inspect.isfunction(value)
-        and value.__module__ == module.__name__
-        and not value.__name__.startswith("_")
-    )
+    return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
 
 
 def _load_file(place: str, base: Path | None) -> ModuleType:

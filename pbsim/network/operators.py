@@ -132,9 +132,7 @@ class Call:
         present = [(name, self.arguments[name]) for name in names if self.arguments[name] is not None]
         for name, argument in present:
             if not isinstance(argument, ParameterRef):
-                raise UnsupportedError(
-                    f"its {name} is computed or constant; it must be a parameter of the model"
-                )
+                raise UnsupportedError(f"its {name} is computed or constant; it must be a parameter of the model")
         return tuple(argument for _, argument in present)
 
 
@@ -231,9 +229,7 @@ def _matrix_work(macs: int, site: Site) -> Work:
 def _read_linear(call: Call) -> tuple[Read, ...]:
     (value,) = call.values("input")
     if len(value.shape) != 1:
-        raise UnsupportedError(
-            f"Linear over a sample of shape {value.shape}; flatten it to one dimension first"
-        )
+        raise UnsupportedError(f"Linear over a sample of shape {value.shape}; flatten it to one dimension first")
     return (Read("linear", (value,), call.parameters("weight", "bias")),)
 
 
@@ -322,9 +318,7 @@ def _read_group_norm(call: Call) -> tuple[Read, ...]:
     groups = int(call.arguments["num_groups"])
     parameters = call.parameters("weight", "bias")
     if len(parameters) == 1:
-        raise UnsupportedError(
-            "GroupNorm with only one of weight and bias; use both or neither (affine=False)"
-        )
+        raise UnsupportedError("GroupNorm with only one of weight and bias; use both or neither (affine=False)")
     if math.prod(value.shape) == groups:
         raise UnsupportedError(
             f"GroupNorm has one value per group ({groups} groups over a sample of shape {value.shape}), "
@@ -532,9 +526,7 @@ def _read_add(call: Call) -> tuple[Read, ...]:
     if values[0].shape != values[1].shape:
         raise UnsupportedError(f"an addition of different shapes, {values[0].shape} and {values[1].shape}")
     if call.arguments["alpha"] != 1:
-        raise UnsupportedError(
-            f"an addition with alpha = {call.arguments['alpha']}; only alpha = 1 is supported"
-        )
+        raise UnsupportedError(f"an addition with alpha = {call.arguments['alpha']}; only alpha = 1 is supported")
     return (Read("add", values),)
 
 
@@ -580,9 +572,7 @@ OPERATORS: Mapping[str, OperatorKind] = MappingProxyType(
             shape=_same_shape,
             work=_group_norm_work,
             function=_group_norm_function,
-            saved=lambda site: (
-                site.elements + int(site.attributes["groups"])
-            ),  # normalized values, 1 / deviation
+            saved=lambda site: site.elements + int(site.attributes["groups"]),  # normalized values, 1 / deviation
         ),
         "relu": OperatorKind(
             readers={"aten.relu.default": _read_relu, "aten.relu_.default": _read_relu},

@@ -99,9 +99,7 @@ def cut_into_stages(
         if partition not in RULES:
             rules = ", ".join(RULES)
             raise UserError(
-                Problem(
-                    where, "model.partition", partition, f"allowed are {rules}, or a list of module names"
-                )
+                Problem(where, "model.partition", partition, f"allowed are {rules}, or a list of module names")
             )
         groups = _RuleCut(placed, loss, maker, shapes, partition).groups()
         groups = _in_topological_order(groups, operators, maker, where)
@@ -161,9 +159,7 @@ class _RuleCut:
         self.drafts: list[_Draft] = []
         self.draft_of: dict[int, _Draft] = {}
         self.draft_of_call: dict[str, _Draft] = {}
-        self.readers = Counter(
-            value for operator in (*self.operators, loss) for value in set(operator.inputs)
-        )
+        self.readers = Counter(value for operator in (*self.operators, loss) for value in set(operator.inputs))
 
     def groups(self) -> list[list[int]]:
         """Operators of each stage, in execution order; the stages in no particular one."""
@@ -191,9 +187,7 @@ class _RuleCut:
             self._join(index, self._new_draft(is_open=True))
         elif before[0].is_open:
             self._join(index, before[0])
-        elif before[0].is_addition or (
-            operator.kind == "group_norm" and self.readers[operator.inputs[0]] > 1
-        ):
+        elif before[0].is_addition or (operator.kind == "group_norm" and self.readers[operator.inputs[0]] > 1):
             self._join(index, self._new_draft(is_open=True, before=before[0]))
         else:
             self._join(index, before[0])
@@ -221,9 +215,7 @@ class _RuleCut:
         makers = [self.maker[value] for value in self.operators[index].inputs if value in self.maker]
         return list(dict.fromkeys(self.draft_of[maker] for maker in makers))
 
-    def _new_draft(
-        self, *, is_open: bool = False, before: _Draft | None = None, is_addition: bool = False
-    ) -> _Draft:
+    def _new_draft(self, *, is_open: bool = False, before: _Draft | None = None, is_addition: bool = False) -> _Draft:
         draft = _Draft(is_open=is_open, before=before, is_addition=is_addition)
         self.drafts.append(draft)
         return draft
@@ -398,9 +390,7 @@ def _cycle(groups: Sequence[Sequence[int]], predecessors: Sequence[set[int]]) ->
 
 def _cycle_message(names: Sequence[str]) -> str:
     chain = " -> ".join([*names, names[0]])
-    return (
-        f"the stages {chain} pass values in a cycle, but values must go forward only; make one stage of them"
-    )
+    return f"the stages {chain} pass values in a cycle, but values must go forward only; make one stage of them"
 
 
 def _in_topological_order(
@@ -453,26 +443,22 @@ def _unique(names: Sequence[str]) -> list[str]:
 # --- stages and edges -----------------------------------------------------------------------------
 
 
-def _refuse_shared_parameters(
-    members: Sequence[Sequence[Operator]], names: Sequence[str], where: str
-) -> None:
-    """A parameter lives in the memory of one core, so operators of one stage only may read it."""
-    readers: dict[str, dict[str, str]] = {}
+def _refuse_shared_parameters(members: Sequence[Sequence[Operator]], names: Sequence[str], where: str) -> None:
+    """A parameter has one reader: the gradients of several would meet on no core, or be summed by none."""
+    readers: dict[str, list[str]] = {}
     for stage, operators in zip(names, members, strict=True):
         for operator in operators:
             for parameter in operator.parameters:
-                readers.setdefault(parameter, {})[stage] = operator.name
+                readers.setdefault(parameter, []).append(f"{operator.name} (stage {stage})")
     problems = [
         Problem(
             where,
             "model.factory",
             "",
-            f"the parameter {parameter!r} is shared by "
-            + " and ".join(f"{operator} (stage {stage})" for stage, operator in stages.items())
-            + ", but its weights can live on one core only: give each its own, or put them in one stage",
+            f"the parameter {parameter!r} is shared by {' and '.join(found)}; give each operator its own",
         )
-        for parameter, stages in readers.items()
-        if len(stages) > 1
+        for parameter, found in readers.items()
+        if len(found) > 1
     ]
     if problems:
         raise UserError(problems)

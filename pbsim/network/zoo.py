@@ -172,9 +172,7 @@ class PreActivationBlock(nn.Module):
 class ResNet(nn.Module):
     """Stem, pre-activation blocks, norm and ReLU, global average pool, Linear."""
 
-    def __init__(
-        self, stem: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, classifier: nn.Module
-    ) -> None:
+    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, classifier: nn.Module) -> None:
         super().__init__()
         self.stem = stem
         self.blocks = nn.Sequential(*blocks)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, no-any-return"
 """The numba executor: runs the operations of an order on the weights, forwards and backwards alike.
 
 All state is flat arrays (see `pbsim.numerics.program` for what lies where); one compiled loop goes through the order
@@ -6,6 +7,7 @@ and through the operators of each stage. The loop knows no method: an order's co
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,9 +139,7 @@ def _input_gradient(op, k, stage, sample, n, layout, arena, weights, labels, tar
             gx.reshape(n, d[0], d[1], d[2]), d[8], d[9], d[10], d[11], d[12], d[13], d[14], columns,
         )  # fmt: skip
     elif code == LINEAR:
-        kernels.linear_input_gradient(
-            gy.reshape(n * d[0], d[2]), w.reshape(d[2], d[1]), gx.reshape(n * d[0], d[1])
-        )
+        kernels.linear_input_gradient(gy.reshape(n * d[0], d[2]), w.reshape(d[2], d[1]), gx.reshape(n * d[0], d[1]))
     elif code == GROUP_NORM:
         size = op[OUT_SIZE] * n
         kernels.group_norm_input_gradient(
@@ -158,7 +158,7 @@ def _input_gradient(op, k, stage, sample, n, layout, arena, weights, labels, tar
             gy.reshape(n, d[3], d[4], d[5]), gx.reshape(n, d[0], d[1], d[2]),
             d[6], d[7], d[8], d[9], d[10], d[11], d[12],
         )  # fmt: skip
-    elif code == ADD or code == COPY:
+    elif code in (ADD, COPY):
         gx[:] = gy
     elif code == CROSS_ENTROPY:
         probabilities = arena[saved : saved + op[IN_SIZE] * n].reshape(n, op[IN_SIZE])
@@ -197,9 +197,7 @@ def _weight_gradient(op, stage, sample, n, layout, arena, gradients, gy, columns
 
 
 @njit(cache=True, error_model="numpy")
-def _backward(
-    op, stage, sample, n, layout, arena, weights, gradients, labels, targets, scratch, temporary, columns
-):
+def _backward(op, stage, sample, n, layout, arena, weights, gradients, labels, targets, scratch, temporary, columns):
     """One operator's backward: its input gradients to where they are summed, its weight gradients in place."""
     if op[OUT_GRADIENT_IN_FRAME]:
         start = _frame(layout, stage, sample) + op[OUT_GRADIENT] * n
@@ -343,6 +341,7 @@ class NumbaBackend:
         self.scratch = np.zeros(self.program.scratch_size, self.dtype)
         self.temporary = np.zeros(self.program.largest_value, self.dtype)
         self.columns = np.zeros(self.program.columns_size, self.dtype)
+        importlib.import_module("scipy.linalg.cython_blas")  # numba's dot is this BLAS: it must be loaded to be limited
         self._blas = ThreadpoolController()
 
     def run(self, order: Order, samples: SampleSource) -> NDArray[np.float64]:
@@ -430,4 +429,3 @@ def _window(fetch: Callable[[int, int], NDArray[Any]], samples: Ints) -> tuple[i
     """What is needed for samples: the first of them, and the data from there to the last."""
     first, end = (int(samples.min()), int(samples.max()) + 1) if len(samples) else (0, 1)
     return first, fetch(first, end)
-

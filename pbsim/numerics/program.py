@@ -65,7 +65,11 @@ OUT_OFFSET, OUT_SIZE = 7, 8  # in the stage's own frame
 SAVED = 9  # offset of what the operator saves, in the frame
 WEIGHT, WEIGHT_SIZE, BIAS, BIAS_SIZE = 10, 11, 12, 13  # within the stage's parameters
 OUT_GRADIENT, OUT_GRADIENT_IN_FRAME = 14, 15
-GRADIENT, GRADIENT_STAGE, GRADIENT_ADDS = 16, 17, 18  # of the first input; the second follows three columns later
+GRADIENT, GRADIENT_STAGE, GRADIENT_ADDS = (
+    16,
+    17,
+    18,
+)  # of the first input; the second follows three columns later
 DIMENSIONS = 22  # see `_dimensions`
 WIDTH = 44
 
@@ -191,7 +195,9 @@ class _Compiler:
 
     def _place_scratch(self) -> None:
         for stage in self.network.stages:
-            local = [o.output for o in stage.operators if o.output not in self.read_elsewhere and self.writers[o.output]]
+            local = [
+                o.output for o in stage.operators if o.output not in self.read_elsewhere and self.writers[o.output]
+            ]
             summed = [v for v in local if self.writers[v] > 1]
             end = 0
             for value in summed:
@@ -212,7 +218,11 @@ class _Compiler:
             row[GRADIENT_STAGE + 3 * k] = self.owner[value] if value in self.read_elsewhere else NOWHERE
             row[GRADIENT_ADDS + 3 * k] = self.writers[value] > 1
         output = operator.output
-        row[OUT_OFFSET], row[OUT_SIZE], row[SAVED] = self.offset[output], self.sizes[output], self.saved[output]
+        row[OUT_OFFSET], row[OUT_SIZE], row[SAVED] = (
+            self.offset[output],
+            self.sizes[output],
+            self.saved[output],
+        )
         row[OUT_GRADIENT] = self.gradient.get(output, 0)
         row[OUT_GRADIENT_IN_FRAME] = output in self.read_elsewhere
         if operator.parameters:

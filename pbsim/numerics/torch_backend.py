@@ -96,6 +96,7 @@ class TorchBackend:
                 values = {self.network.input_value: x}
                 for stage in self.network.stages:
                     loss = self._operators(stage, values, self.weights, wanted)
+                assert loss is not None  # the last stage holds it
                 total += float(loss) * len(x)
                 outputs.append(values[self.network.output_value].reshape(len(x), -1).numpy())
         return total / len(inputs), np.concatenate(outputs)
@@ -169,7 +170,7 @@ class TorchBackend:
             name = storages.get(tensor.untyped_storage().data_ptr())
             if name is None:
                 return tensor
-            return WeightReference(name, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return WeightReference(name, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         def unpack(saved: Tensor | WeightReference) -> Tensor:
             if isinstance(saved, Tensor):

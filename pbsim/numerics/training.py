@@ -91,4 +91,5 @@ def behind_updates(order: Order, cycle: int) -> int:
 def _losses(backend: Backend, order: Order, samples: SampleSource, stages: int) -> NDArray[np.float64]:
     if not len(order):
         return np.empty(0)
-    return backend.run(order, samples)[(order.kind == FORWARD) & (order.stage == stages - 1)]
+    losses = backend.run(order, samples)
+    return np.asarray(losses[(order.kind == FORWARD) & (order.stage == stages - 1)])

@@ -107,7 +107,10 @@ def update_rule(method: Method, recipe: Recipe) -> UpdateRule:
     """The update rule of a method; raises `UserError` where recipe and method contradict each other."""
     if recipe.nesterov and "sc" in method.mitigations:
         raise user_error(
-            "method", "training.nesterov", "true", "cannot be combined with sc: both set the spike (SC_1 is Nesterov)"
+            "method",
+            "training.nesterov",
+            "true",
+            "cannot be combined with sc: both set the spike (SC_1 is Nesterov)",
         )
     settings: dict[str, float | bool] = {}
     for name, multiple in method.mitigations.items():

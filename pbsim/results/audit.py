@@ -85,7 +85,10 @@ class Audit:
         """Check a chunk; return the samples that it completes."""
         rows = chunk.rows
         if len(rows):
-            self._require((rows.start >= 0).all() and (rows.end >= rows.start).all(), "an operation ends before it starts")
+            self._require(
+                (rows.start >= 0).all() and (rows.end >= rows.start).all(),
+                "an operation ends before it starts",
+            )
             compute = rows[rows.op <= Op.UPDATE]
             np.add.at(self._counts, (compute.stage, compute.op), 1)
             self._last_end = max(self._last_end, int(rows.end.max()))
@@ -173,7 +176,10 @@ class Audit:
             self._require((leaves[:, 0] >= end[:, s, F]).all(), f"an activation {s}>{t} leaves before it is computed")
             self._require((start[:, t, F] >= comes[:, 0]).all(), f"stage {t} starts before its input from {s} arrived")
             self._require((leaves[:, 1] >= end[:, t, BX]).all(), f"a gradient {t}>{s} leaves before it is computed")
-            self._require((start[:, s, BX] >= comes[:, 1]).all(), f"stage {s} starts Bx before the gradient of {t} arrived")
+            self._require(
+                (start[:, s, BX] >= comes[:, 1]).all(),
+                f"stage {s} starts Bx before the gradient of {t} arrived",
+            )
 
     def _check_versions(self, records: Records) -> None:
         """Versions equal the number of updates that ended by then, recounted from the updates' ends."""
@@ -197,7 +203,10 @@ class Audit:
     def _check_units(self) -> None:
         """Each unit's cycles sum to the run's, and its busy cycles are those of the operations seen."""
         for usage in self.timing.units:
-            self._require(usage.total == self.timing.cycles, f"the cycles of core {usage.core} do not sum to the run's: {usage}")
+            self._require(
+                usage.total == self.timing.cycles,
+                f"the cycles of core {usage.core} do not sum to the run's: {usage}",
+            )
             core = self.machine.cores[usage.core]
             seen = {
                 "forward": core.cycles.forward.total * self._counts[usage.core, F],
@@ -208,7 +217,10 @@ class Audit:
             for name, cycles in seen.items():
                 runs_here = usage.unit == "shared" or (usage.unit == "forward") == (name == "forward")
                 booked = getattr(usage, name)
-                self._require(booked == (cycles if runs_here else 0), f"core {usage.core} books {booked} cycles of {name}")
+                self._require(
+                    booked == (cycles if runs_here else 0),
+                    f"core {usage.core} books {booked} cycles of {name}",
+                )
             parts = (usage.stall_input, usage.stall_output, usage.stall_memory, usage.idle)
             self._require(min(parts) >= 0, f"core {usage.core} has a negative count of cycles: {usage}")
 
@@ -278,17 +290,16 @@ class _LinkAudit:
             self._settle(link, np.iinfo(np.int64).max)
             carried = (int(self.bytes[link]), int(self.busy_cycles[link]))
             booked = (links.bytes[link], links.busy_cycles[link])
-            Audit._require(carried == booked, f"link {Links.ends(link)} booked {booked}, carried {carried} (bytes, cycles)")
+            Audit._require(
+                carried == booked,
+                f"link {Links.ends(link)} booked {booked}, carried {carried} (bytes, cycles)",
+            )
 
 
 def bounds_of(machine: Machine, timing: Timing) -> Bounds:
     """Lower bounds of a run: the busiest unit's work, the busiest link's, and the host's."""
-    work = (
-        max(core.cycles.forward.total, core.cycles.backward) if machine.split else core.cycles.total
-        for core in machine.cores
-    )
     return Bounds(
-        compute=timing.samples * max(work),
+        compute=timing.samples * max(core.cycles.interval(machine.split) for core in machine.cores),
         link=max(timing.links.busy_cycles, default=0),
         host=(timing.samples - 1) * machine.host_cycles,
     )

@@ -21,8 +21,10 @@ PARTS = {
     "stall_memory": ("stall: memory", "#7f2f2f"),
     "idle": ("idle (fill, drain)", "#e8e8e8"),
 }
-NAMED_BARS = 24
+NAMED_BARS = 40
 """Up to this many stages a bar is labelled with its stage's name."""
+WRAPPED_BARS = 6
+"""Up to this many stages the label names every module of the stage."""
 
 
 def utilization_figure(cores: pd.DataFrame, stages: pd.DataFrame, title: str) -> Figure:
@@ -30,7 +32,7 @@ def utilization_figure(cores: pd.DataFrame, stages: pd.DataFrame, title: str) ->
     from matplotlib.figure import Figure
 
     count = len(stages)
-    figure = Figure(figsize=(min(16.0, max(7.0, 2.5 + 0.42 * count)), 5.2), layout="constrained")
+    figure = Figure(figsize=(min(16.0, max(8.0, 3.5 + 0.42 * count)), 5.4), layout="constrained")
     axes = figure.add_subplot()
     units = list(dict.fromkeys(cores["unit"]))
     width = 0.8 / len(units)
@@ -40,18 +42,18 @@ def utilization_figure(cores: pd.DataFrame, stages: pd.DataFrame, title: str) ->
         _stack(axes, at, rows, width * (0.94 if len(units) > 1 else 1.0), labelled=position == 0)
     busy = cores[["forward", "input_gradient", "weight_gradient", "update"]].to_numpy().sum()
     mean = 100 * busy / cores["total"].to_numpy().sum()
-    axes.axhline(mean, color="black", linewidth=1.0, linestyle="--")
-    axes.text(1.005, mean, f"mean\n{mean:.1f} %", transform=axes.get_yaxis_transform(), va="center", fontsize=9)
+    axes.axhline(mean, color="black", linewidth=1.0, linestyle="--", label=f"mean utilization, {mean:.1f} %")
     axes.set_ylim(0, 100)
     axes.set_xlim(-0.6, count - 0.4)
     axes.set_ylabel("cycles of the run (%)")
     _name_cores(axes, stages, units)
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    used = [name for name in PARTS if cores[name].to_numpy().any()]
-    handles, labels = axes.get_legend_handles_labels()
-    chosen = [(h, text) for h, text in zip(handles, labels, strict=True) if text in {PARTS[n][0] for n in used}]
-    figure.legend(*zip(*reversed(chosen), strict=True), loc="outside right upper", frameon=False, fontsize=9)
+    unused = {label for name, (label, _) in PARTS.items() if not cores[name].to_numpy().any()}
+    entries = [entry for entry in zip(*axes.get_legend_handles_labels(), strict=True) if entry[1] not in unused]
+    line, *bars = entries
+    handles, labels = zip(line, *reversed(bars), strict=True)
+    axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
     return figure
 
 
@@ -66,14 +68,24 @@ def _stack(axes: Axes, at: np.ndarray, rows: pd.DataFrame, width: float, *, labe
 
 def _name_cores(axes: Axes, stages: pd.DataFrame, units: list[str]) -> None:
     suffix = " (left bar: forward unit, right bar: backward unit)" if len(units) > 1 else ""
-    if len(stages) <= NAMED_BARS:
-        labels = [f"{row.stage}: {_short(str(row.name_))}" for row in stages.rename(columns={"name": "name_"}).itertuples()]
-        rotate = len(stages) > 6 or max(map(len, labels)) > 14
-        axes.set_xticks(range(len(stages)), labels, rotation=40 if rotate else 0, ha="right" if rotate else "center")
-        axes.set_xlabel(f"core: stage{suffix}")
+    axes.set_xlabel(f"core{suffix}")
+    if len(stages) > NAMED_BARS:
+        return
+    names = list(zip(stages["stage"], stages["name"], strict=True))
+    if len(stages) <= WRAPPED_BARS:
+        axes.set_xticks(range(len(stages)), [f"{s}: " + _wrapped(name) for s, name in names], fontsize=9)
     else:
-        axes.set_xlabel(f"core{suffix}")
+        labels = [f"{s}: {_first(name)}" for s, name in names]
+        axes.set_xticks(range(len(stages)), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
 
 
-def _short(name: str, limit: int = 26) -> str:
-    return name if len(name) <= limit else f"{name[: limit - 1]}…"
+def _wrapped(name: str) -> str:
+    """The modules of a stage, one per line; the middle of a long list left out."""
+    parts = name.split("+")
+    return "\n".join(parts if len(parts) <= 4 else [*parts[:2], "…", parts[-1]])
+
+
+def _first(name: str) -> str:
+    """The first module of a stage, and a mark where there are more."""
+    first, plus, _ = name.partition("+")
+    return first + (" …" if plus else "")

@@ -23,10 +23,14 @@ class MetricsStream:
     window : with timing alone, how many samples are written, with a NaN for their loss; None with numerics.
     """
 
-    def __init__(
-        self, writer: RunWriter, lr: LearningRate, seed: int, epoch_samples: int, window: int | None
-    ) -> None:
-        self.writer, self.lr, self.seed, self.epoch_samples, self.window = writer, lr, seed, epoch_samples, window
+    def __init__(self, writer: RunWriter, lr: LearningRate, seed: int, epoch_samples: int, window: int | None) -> None:
+        self.writer, self.lr, self.seed, self.epoch_samples, self.window = (
+            writer,
+            lr,
+            seed,
+            epoch_samples,
+            window,
+        )
         self.diverged = False
         self._written = 0
         self._cycles = np.empty((0, 2), np.int64)
@@ -65,4 +69,3 @@ class MetricsStream:
         )
         self._written += count
         self._cycles, self._losses = self._cycles[count:], self._losses[count:]
-

@@ -115,7 +115,11 @@ class Run:
                 "the module was handed in from Python: load weights.safetensors into one of its kind yourself",
             )  # fmt: skip
         module = build_model(
-            model["factory"], model.get("arguments", {}), base=None, where=str(self.path), seed=settings["seed"]
+            model["factory"],
+            model.get("arguments", {}),
+            base=None,
+            where=str(self.path),
+            seed=settings["seed"],
         )
         module = module.to(getattr(torch, settings["precision"]))
         module.load_state_dict(load_file(weights))

@@ -55,7 +55,12 @@ def memory_rows(timing: Timing) -> Rows:
         peaks = {category.label: timing.ledger.peak[core.stage][category] for category in Category}
         peaks["total"] = timing.ledger.core_peak[core.stage]
         rows += [
-            {"core": core.stage, "category": label, "peak_bytes": peak, "capacity_bytes": core.memory.capacity}
+            {
+                "core": core.stage,
+                "category": label,
+                "peak_bytes": peak,
+                "capacity_bytes": core.memory.capacity,
+            }
             for label, peak in peaks.items()
         ]
     return rows
@@ -116,7 +121,7 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
         "utilization": utilization(timing),
         "bottleneck_stage": stage,
         "bottleneck": name,
-        "initiation_interval_cycles": max(core.cycles.total for core in timing.machine.cores),
+        "initiation_interval_cycles": max(core.cycles.interval(timing.machine.split) for core in timing.machine.cores),
         "step_cycles": timing.step_cycles,
         "peak_memory_bytes": timing.ledger.machine_peak,
         "overflowing_cores": overflows(timing),

@@ -83,7 +83,16 @@ class RunWriter:
         if not len(rows):
             return
         labels = pa.DictionaryArray.from_arrays(rows.op.astype(np.int8), [op.label for op in Op])
-        columns = [rows.start, rows.end, rows.stage, rows.stage, labels, rows.sample, rows.version, rows.target]
+        columns = [
+            rows.start,
+            rows.end,
+            rows.stage,
+            rows.stage,
+            labels,
+            rows.sample,
+            rows.version,
+            rows.target,
+        ]
         self._events.write_table(pa.table([pa.array(column) for column in columns], schema=EVENTS))
 
     def metrics(self, columns: Mapping[str, NDArray[Any]]) -> None:
@@ -92,7 +101,10 @@ class RunWriter:
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table from its rows."""
-        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema=TABLES[name]), self.folder / f"{name}.parquet")
+        pq.write_table(
+            pa.Table.from_pylist([dict(row) for row in rows], schema=TABLES[name]),
+            self.folder / f"{name}.parquet",
+        )
 
     def weights(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write weights under their torch names."""

@@ -8,8 +8,9 @@ is in flight at a stage from the start of its forward to the end of its update, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from heapq import heappop, heappush
+from typing import cast
 
 import simpy
 
@@ -81,15 +82,15 @@ class DataflowFabric:
             self._later(arrival - now, self._arrive, message)
         self.ready.clear()
 
-    def _later(self, delay: int, action: object, message: Message) -> None:
+    def _later(self, delay: int, action: Callable[[simpy.Event], None], message: Message) -> None:
         self.env.timeout(delay, message).callbacks.append(action)
 
     def _leave(self, event: simpy.Event) -> None:
-        message: Message = event.value
+        message = cast(Message, event.value)
         self.model.cores[message.source].output_left(message)
 
     def _arrive(self, event: simpy.Event) -> None:
-        message: Message = event.value
+        message = cast(Message, event.value)
         self.model.cores[message.target].arrived(message)
 
 
@@ -161,9 +162,7 @@ class DataflowCore(CoreState):
     def choose(self, unit: DataflowUnit) -> Op | None:
         """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
         backward = unit.backwards and self.backward_ready
-        forward = (
-            unit.forwards and self.forward_ready and (self.credits is None or self.in_flight < self.credits)
-        )
+        forward = unit.forwards and self.forward_ready and (self.credits is None or self.in_flight < self.credits)
         if backward and (self.backward_first or not forward):
             return Op.INPUT_GRADIENT
         return Op.FORWARD if forward else None

@@ -184,7 +184,4 @@ def _extend(span: list[int], start: int, end: int, *, first: bool) -> None:
 
 def step_compute_cycles(machine: Machine, core: MachineCore) -> int:
     """How long a core computes in a step: F + Bx + Bw + U, or the longer of the two with split units."""
-    forward, backward = core.cycles.forward.total, core.cycles.backward
-    if machine.split and core.stage < machine.stages - 1:
-        return max(forward, backward)
-    return forward + backward
+    return core.cycles.interval(machine.split and core.stage < machine.stages - 1)

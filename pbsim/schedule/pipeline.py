@@ -12,7 +12,10 @@ from pbsim.schedule.lockstep import LockstepPipeline
 from pbsim.schedule.timing import Recorder, Timing
 from pbsim.schedule.trace import Chunk
 
-TIMINGS = {"dataflow": DataflowPipeline, "lockstep": LockstepPipeline}
+TIMINGS: dict[str, type[DataflowPipeline] | type[LockstepPipeline]] = {
+    "dataflow": DataflowPipeline,
+    "lockstep": LockstepPipeline,
+}
 CHUNK_ROWS = 50_000
 
 
@@ -30,7 +33,7 @@ def run_pipeline(machine: Machine, samples: int, chunk_rows: int = CHUNK_ROWS) -
     """
     timing = Timing(machine, samples)
     recorder = Recorder(simpy.Environment(), chunk_rows)
-    model = TIMINGS[machine.hardware.pipeline.timing](machine, timing, recorder)
+    model: DataflowPipeline | LockstepPipeline = TIMINGS[machine.hardware.pipeline.timing](machine, timing, recorder)
 
     def chunks() -> Iterator[Chunk]:
         yield from recorder.chunks()

@@ -26,6 +26,10 @@ CHOOSE = EventPriority(3)
 """Last of a cycle: free units choose."""
 
 
+EVENTS_EXHAUSTED = "No scheduled events left"
+"""How SimPy says that a simulation is over while it waits for an event."""
+
+
 class Phase(simpy.Event):
     """An event of the current cycle that comes at a given phase of it."""
 
@@ -92,8 +96,8 @@ class Recorder:
             self._full = self.env.event()
             try:
                 self.env.run(until=self._full)
-            except RuntimeError:  # SimPy's word for: no event is left, so `full` can never come
-                if self._full.triggered:
+            except RuntimeError as error:
+                if not str(error).startswith(EVENTS_EXHAUSTED):
                     raise
                 break
             yield self._take(cast(int, self.env.now))

@@ -1,0 +1,143 @@
+"""The command line: the verbs of `pbsim.experiment` for a shell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pbsim.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from pbsim.experiment import Report
+
+app = typer.Typer(
+    help="Simulate hardware on which every layer has its own core, while a real network trains on it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: importing rich would be most of its time
+)
+
+
+@app.command()
+def run(
+    hardware: Annotated[str, typer.Argument(help="A hardware file, or the name of a shipped one.")],
+    workload: Annotated[str, typer.Argument(help="A workload file, or the name of a shipped one.")],
+    method: Annotated[str, typer.Option(help="schedule[+mitigation[=value]]..., for example pb+lwpv+sc.")] = "pb",
+    samples: Annotated[int | None, typer.Option(help="Training samples of the run (instead of epochs).")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of the run; by default the workload's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation. [default: 0]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run directory. [default: runs/HARDWARE-WORKLOAD-METHOD-SEED]")
+    ] = None,
+    timing_only: Annotated[bool, typer.Option("--timing-only", help="Simulate the machine, train nothing.")] = False,
+    backend: Annotated[str | None, typer.Option(help="numba or torch. [default: numba]")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="Trace to keep: all, first:N samples, none. [default: all up to 5 M events]"),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the torch backend.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of hardware, workload or run."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a run directory that stands at --out.")] = False,
+) -> None:
+    """Simulate a machine while a network trains on it, and leave a run directory."""
+    from pbsim.config import Hardware, Source, Workload, read_source
+    from pbsim.experiment import resolve, run_experiment
+    from pbsim.results.terminal import print_run
+
+    given = {
+        "method": method, "samples": samples, "epochs": epochs, "seed": seed, "timing_only": timing_only or None,
+        "backend": backend, "trace": trace, "threads": threads,
+    }  # fmt: skip
+    sources: dict[str, Source] = {"run": Source({k: v for k, v in given.items() if v is not None}, "command line")}
+    problems: list[Problem] = []
+    for name, kind, file in (("hardware", Hardware, hardware), ("workload", Workload, workload)):
+        try:
+            sources[name] = read_source(kind, file)
+        except UserError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UserError(problems)
+    resolved = resolve(sources, tuple(set_ or ()))
+    place = out or Path("runs") / "-".join(
+        [
+            resolved.hardware.name,
+            resolved.workload.name,
+            resolved.settings.method,
+            str(resolved.settings.seed),
+        ]
+    )
+    with _progress() as progress:
+        finished = run_experiment(resolved, place, force=force, progress=progress)
+    print_run(finished)
+
+
+@app.command()
+def check(
+    files: Annotated[list[str], typer.Argument(help="Hardware and workload files, or names of shipped ones.")],
+) -> None:
+    """Check files: print every problem of each, or what it describes."""
+    from pbsim.config.files import check_file
+
+    problems: list[Problem] = []
+    for name in files:
+        try:
+            typer.echo(f"{name}: {check_file(name)}")
+        except UserError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UserError(problems)
+
+
+@app.command("list")
+def list_() -> None:
+    """List shipped hardware and workloads, schedules and mitigations."""
+    from pbsim.config import MITIGATIONS, SCHEDULES, Hardware, Workload, shipped
+    from pbsim.config.files import first_comment
+
+    for title, kind in (("hardware", Hardware), ("workloads", Workload)):
+        typer.echo(title)
+        for name, path in shipped(kind).items():
+            typer.echo(f"  {name:<18} {first_comment(path)}")
+    for title, table in (("schedules", SCHEDULES), ("mitigations", MITIGATIONS)):
+        typer.echo(title)
+        for name, meaning in table.items():
+            typer.echo(f"  {name:<18} {meaning}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Report], None]]:
+    """A progress bar on a terminal; elsewhere a plain line now and then."""
+    from rich.console import Console
+
+    from pbsim.results.terminal import BarProgress, LineProgress
+
+    console = Console(stderr=True)
+    shown: Any = BarProgress(console) if console.is_terminal else LineProgress()
+    with shown:
+        yield shown.update
+
+
+def main() -> None:
+    """Entry point: what a user did wrong is printed, without a traceback, with exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        for problem in error.problems:
+            typer.echo(f"pbsim: {problem}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("pbsim: interrupted; nothing was written", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""The machine by the rules of DESIGN.md 4 and 6, cycle by cycle: slow, plain, no code of pbsim/schedule.
+
+Numbers (cycles of an operation, serialisations, credits, slots) come from a `Machine`; everything that
+follows from them is worked out here by walking through the cycles. A link is the set of cycles in which it is
+taken, a unit's account is the list of what it did in each cycle, and a version is a count of updates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pbsim.hardware import Machine
+
+F, BX, BW, U, SEND, LOAD = 0, 1, 2, 3, 4, 6
+NAMES = {F: "forward", BX: "input_gradient", BW: "weight_gradient", U: "update"}
+WAITS = ("stall_input", "stall_memory")
+LIMIT = 200_000  # cycles after which the machine is taken to be stuck
+
+Row = tuple[int, int, int, int, int, int, int]
+Link = tuple[int, int]
+
+
+@dataclass
+class Result:
+    """What a run left.
+
+    Attributes
+    ----------
+    rows : (start, end, stage, op, sample, version, target), sorted.
+    cycles : of the whole run.
+    units : by (core, unit), cycles by what they were spent on; only what is not zero.
+    tied : results of a core's two units wanted an output slot from the same cycle on; DESIGN.md does not say
+        which of them gets it (here: that of the older sample).
+    """
+
+    rows: list[Row]
+    cycles: int
+    units: dict[tuple[int, str], dict[str, int]]
+    tied: bool = False
+
+
+def simulate(machine: Machine, samples: int) -> Result:
+    """Run the machine in the timing that its hardware file names."""
+    if machine.hardware.pipeline.timing == "lockstep":
+        return _lockstep(machine, samples)
+    return _Dataflow(machine, samples).run()
+
+
+def durations(machine: Machine, stage: int) -> dict[int, int]:
+    """Cycles of F, Bx, Bw and U of a stage."""
+    cycles = machine.cores[stage].cycles
+    operations = (cycles.forward, cycles.input_gradient, cycles.weight_gradient, cycles.update)
+    return dict(zip((F, BX, BW, U), (operation.total for operation in operations), strict=True))
+
+
+def account(spent: list[str]) -> dict[str, int]:
+    """What a unit's cycles were spent on; waiting before its first operation and after its last is idle."""
+    active = [cycle for cycle, what in enumerate(spent) if what not in WAITS]
+    first, last = (active[0], active[-1]) if active else (0, -1)
+    return dict(Counter(what if first <= cycle <= last else "idle" for cycle, what in enumerate(spent)))
+
+
+class Wires:
+    """All links of the line of cores, each the set of cycles in which it is taken."""
+
+    def __init__(self, hop: int) -> None:
+        self.hop = hop
+        self.taken: dict[Link, set[int]] = {}
+
+    def send(self, source: int, target: int, ready: int, serialisation: int) -> tuple[int, int, int]:
+        """Start a message as early as possible; return when it starts, has left, and has arrived."""
+        step = 1 if target > source else -1
+        path = [(core, core + step) for core in range(source, target, step)]
+        start = ready
+        while any(self._needs(k, start, serialisation) & self.taken.get(link, set()) for k, link in enumerate(path)):
+            start += 1
+        for k, link in enumerate(path):
+            self.taken.setdefault(link, set()).update(self._needs(k, start, serialisation))
+        left = start + serialisation
+        return start, left, left + len(path) * self.hop
+
+    def _needs(self, k: int, start: int, serialisation: int) -> set[int]:
+        """The cycles in which a message that starts now takes the k-th link of its path."""
+        return set(range(start + k * self.hop, start + k * self.hop + serialisation))
+
+
+# --- lockstep -------------------------------------------------------------------------------------
+
+
+def _lockstep(machine: Machine, samples: int) -> Result:
+    """In step k, stage s runs the forward of sample k - s and the backward of sample k - 2(S-1) + s."""
+    stages = machine.stages
+    steps = range(samples + 2 * stages - 2)
+
+    def forwarded(stage: int, step: int) -> int | None:
+        return step - stage if 0 <= step - stage < samples else None
+
+    def backwarded(stage: int, step: int) -> int | None:
+        sample = step - 2 * (stages - 1) + stage
+        return sample if 0 <= sample < samples else None
+
+    def messages(step: int) -> list[tuple[int, int, int, int, int]]:
+        """The messages of a step: source, sample, target, start and arrival after all have been sent."""
+        due = []
+        for channel in machine.channels:
+            sample = forwarded(channel.source, step)
+            if sample is not None:
+                due.append((channel.source, sample, channel.target, channel.forward_serialisation))
+            sample = backwarded(channel.target, step)
+            if sample is not None:
+                due.append((channel.target, sample, channel.source, channel.gradient_serialisation))
+        wires, sent = Wires(machine.hardware.fabric.hop_cycles), []
+        for source, sample, target, serialisation in sorted(due):
+            start, _, arrival = wires.send(source, target, 0, serialisation)
+            sent.append((source, sample, target, start, arrival))
+        return sent
+
+    def together(stage: int) -> bool:
+        """Whether F and B of a step run at once: the last stage's B needs its own F."""
+        return machine.split and stage < stages - 1
+
+    def computing(stage: int) -> int:
+        cycles = durations(machine, stage)
+        backward = cycles[BX] + cycles[BW] + cycles[U]
+        return max(cycles[F], backward) if together(stage) else cycles[F] + backward
+
+    compute = max(computing(stage) for stage in range(stages))
+    arrivals = [message[-1] for step in steps for message in messages(step)]
+    host = [machine.host_cycles] if samples > 1 else []
+    length = compute + max([*arrivals, *host, 0])
+
+    rows: list[Row] = [(0, 0, 0, LOAD, 0, -1, -1)]
+    units = ("forward", "backward") if machine.split else ("shared",)
+    spent = {(s, unit): ["stall_input"] * (length * len(steps)) for s in range(stages) for unit in units}
+    operations: list[tuple[int, int, int, int, int]] = []  # start, end, stage, op, sample
+    for step in steps:
+        begin = step * length
+        for source, sample, target, start, arrival in messages(step):
+            rows.append((begin + compute + start, begin + compute + arrival, source, SEND, sample, -1, target))
+        if step + 1 < samples:
+            rows.append((begin + compute, begin + compute + machine.host_cycles, 0, LOAD, step + 1, -1, -1))
+        for stage in range(stages):
+            cycles, now = durations(machine, stage), begin
+            sample = forwarded(stage, step)
+            if sample is not None:
+                operations.append((now, now + cycles[F], stage, F, sample))
+                now += cycles[F]
+            if together(stage):
+                now = begin
+            sample = backwarded(stage, step)
+            if sample is not None:
+                for op in (BX, BW, U):
+                    operations.append((now, now + cycles[op], stage, op, sample))
+                    now += cycles[op]
+    for start, end, stage, op, sample in operations:
+        unit = "shared" if not machine.split else "forward" if op == F else "backward"
+        spent[stage, unit][start:end] = [NAMES[op]] * (end - start)
+        rows.append((start, end, stage, op, sample, _version(operations, start, end, stage, op, sample), -1))
+    return Result(sorted(rows), length * len(steps), {key: account(what) for key, what in spent.items()})
+
+
+def _version(
+    operations: list[tuple[int, int, int, int, int]], start: int, end: int, stage: int, op: int, sample: int
+) -> int:
+    """Updates that have ended by a forward's start, by the start of a sample's Bx, by an update's end."""
+    if op == BW:
+        start = next(at for at, _, s, o, i in operations if (s, o, i) == (stage, BX, sample))
+    until = end if op == U else start
+    return sum(s == stage and o == U and at <= until for _, at, s, o, _ in operations)
+
+
+# --- dataflow -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Message:
+    source: int
+    sample: int
+    target: int
+    backward: bool
+    serialisation: int
+    left: int | None = None
+    arrival: int | None = None
+
+
+@dataclass
+class _Unit:
+    """A unit of a core: its plan is what is left of the operation that it has chosen.
+
+    `doing` is an operation that lasts `until` a cycle, or a message that wants an output slot `since` one.
+    """
+
+    name: str
+    runs_forward: bool
+    runs_backward: bool
+    sample: int = -1
+    plan: list[int | _Message] = field(default_factory=list)
+    doing: int | _Message | None = None
+    until: int = -1
+    since: int = -1
+    spent: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Core:
+    stage: int
+    units: list[_Unit]
+    free_slots: int
+    version: int = 0
+    in_flight: int = 0
+    read: dict[int, int] = field(default_factory=dict)  # by sample, the version that its Bx read
+    activations: Counter[int] = field(default_factory=Counter)
+    gradients: Counter[int] = field(default_factory=Counter)
+    forward_ready: set[int] = field(default_factory=set)
+    backward_ready: set[int] = field(default_factory=set)
+
+
+class _Dataflow:
+    def __init__(self, machine: Machine, samples: int) -> None:
+        self.machine, self.samples = machine, samples
+        self.wires = Wires(machine.hardware.fabric.hop_cycles)
+        slots = machine.hardware.pipeline.output_slots
+        self.cores = [_Core(stage, self._units(), slots) for stage in range(machine.stages)]
+        self.cycle = 0
+        self.rows: list[Row] = []
+        self.ready: list[_Message] = []  # in an output buffer, to be admitted to the links
+        self.moving: list[_Message] = []  # admitted
+        self.slot: int | None = None  # the sample that is in, or on its way to, stage 0's input slot
+        self.loaded = 0  # samples that the host has begun to send
+        self.load_end: int | None = None
+        self.tied = False
+
+    def _units(self) -> list[_Unit]:
+        if self.machine.split:
+            return [_Unit("forward", True, False), _Unit("backward", False, True)]
+        return [_Unit("shared", True, True)]
+
+    def run(self) -> Result:
+        while True:
+            # at a cycle all completions and arrivals come first, then admissions, then choices
+            while self.completions() or self.admissions() or self.choices():
+                pass
+            if all(core.version == self.samples for core in self.cores):
+                break
+            for core in self.cores:
+                for unit in core.units:
+                    unit.spent.append(self.spends(core, unit))
+            self.cycle += 1
+            assert self.cycle < LIMIT, "the machine is stuck"
+        units = {(core.stage, unit.name): account(unit.spent) for core in self.cores for unit in core.units}
+        return Result(sorted(self.rows), self.cycle, units, self.tied)
+
+    def spends(self, core: _Core, unit: _Unit) -> str:
+        """What a unit does in the cycle that begins now."""
+        if isinstance(unit.doing, _Message):
+            return "stall_output"
+        if unit.doing is not None:
+            return NAMES[unit.doing]
+        return "stall_memory" if unit.runs_forward and core.forward_ready else "stall_input"
+
+    # completions and arrivals
+
+    def completions(self) -> bool:
+        """Everything that ends at this cycle; whether there was anything."""
+        happened = self.host()
+        for message in self.moving:
+            if message.left == self.cycle:
+                self.cores[message.source].free_slots += 1
+                message.left, happened = None, True
+            if message.arrival == self.cycle:
+                self.arrive(message)
+                message.arrival, happened = None, True
+        self.moving = [m for m in self.moving if m.left is not None or m.arrival is not None]
+        for core in self.cores:
+            for unit in core.units:
+                if isinstance(unit.doing, int) and unit.until == self.cycle:
+                    self.complete(core, unit)
+                    happened = True
+            happened |= self.fill_slots(core)
+        return happened
+
+    def host(self) -> bool:
+        """The host sends when stage 0's single input slot is free."""
+        if self.slot is None and self.loaded < self.samples:
+            self.slot, self.load_end = self.loaded, self.cycle + self.machine.host_cycles
+            self.rows.append((self.cycle, self.load_end, 0, LOAD, self.slot, -1, -1))
+            self.loaded += 1
+            return True
+        if self.slot is not None and self.load_end == self.cycle:
+            self.cores[0].forward_ready.add(self.slot)
+            self.load_end = None
+            return True
+        return False
+
+    def arrive(self, message: _Message) -> None:
+        """A sample is ready once all its activations, or all its gradients, are there."""
+        core = self.cores[message.target]
+        if message.backward:
+            core.gradients[message.sample] += 1
+            if core.gradients[message.sample] == sum(c.source == core.stage for c in self.machine.channels):
+                core.backward_ready.add(message.sample)
+        else:
+            core.activations[message.sample] += 1
+            if core.activations[message.sample] == sum(c.target == core.stage for c in self.machine.channels):
+                core.forward_ready.add(message.sample)
+
+    def complete(self, core: _Core, unit: _Unit) -> None:
+        """An operation has ended: an update writes, the loss's forward makes its own gradient; go on."""
+        if unit.doing == U:
+            core.version += 1
+            core.in_flight -= 1
+        if unit.doing == F and core.stage == self.machine.stages - 1:
+            core.backward_ready.add(unit.sample)
+        self.next_step(core, unit)
+
+    def next_step(self, core: _Core, unit: _Unit) -> None:
+        """Begin the next operation of a unit's plan, or let its next message want an output slot."""
+        unit.doing = unit.plan.pop(0) if unit.plan else None
+        if isinstance(unit.doing, _Message):
+            unit.since = self.cycle
+        elif unit.doing is not None:
+            op, sample = unit.doing, unit.sample
+            unit.until = self.cycle + durations(self.machine, core.stage)[op]
+            if op == BX:
+                core.read[sample] = core.version
+            version = {F: core.version, U: core.version + 1}.get(op, core.read.get(sample, -1))
+            self.rows.append((self.cycle, unit.until, core.stage, op, sample, version, -1))
+
+    def fill_slots(self, core: _Core) -> bool:
+        """Put results into free output slots, the one that has waited longest first."""
+        wanting = [unit for unit in core.units if isinstance(unit.doing, _Message)]
+        if not wanting or not core.free_slots:
+            return False
+        unit = min(wanting, key=lambda unit: (unit.since, unit.sample))
+        if len({u.since for u in wanting}) < len(wanting):
+            wanted = sum(1 + sum(isinstance(step, _Message) for step in u.plan) for u in wanting)
+            self.tied |= core.free_slots < wanted
+        assert isinstance(unit.doing, _Message)
+        core.free_slots -= 1
+        self.ready.append(unit.doing)
+        self.next_step(core, unit)
+        return True
+
+    # admissions
+
+    def admissions(self) -> bool:
+        """Messages enter the links in the order of source stage, sample, target stage."""
+        admitted, self.ready = self.ready, []
+        for message in sorted(admitted, key=lambda m: (m.source, m.sample, m.target)):
+            start, message.left, message.arrival = self.wires.send(
+                message.source, message.target, self.cycle, message.serialisation
+            )
+            self.rows.append((start, message.arrival, message.source, SEND, message.sample, -1, message.target))
+            self.moving.append(message)
+        return bool(admitted)
+
+    # choices
+
+    def choices(self) -> bool:
+        """Each free unit chooses: per operation the oldest sample, `priority` between the two."""
+        happened = False
+        for core in self.cores:
+            for unit in core.units:
+                if unit.doing is None:
+                    happened |= self.choose(core, unit)
+        return happened
+
+    def choose(self, core: _Core, unit: _Unit) -> bool:
+        credits = self.machine.cores[core.stage].credits
+        may_forward = unit.runs_forward and bool(core.forward_ready) and (credits is None or core.in_flight < credits)
+        may_backward = unit.runs_backward and bool(core.backward_ready)
+        if may_forward and may_backward:
+            may_forward = self.machine.hardware.pipeline.priority == "forward"
+        if may_forward:
+            unit.sample = min(core.forward_ready)
+            core.forward_ready.remove(unit.sample)
+            core.in_flight += 1
+            if core.stage == 0:
+                self.slot = None
+            unit.plan = [F, *self.results(core.stage, unit.sample)]
+        elif may_backward:
+            unit.sample = min(core.backward_ready)
+            core.backward_ready.remove(unit.sample)
+            unit.plan = [BX, *self.gradients(core.stage, unit.sample), BW, U]
+        else:
+            return False
+        self.next_step(core, unit)
+        return True
+
+    def results(self, stage: int, sample: int) -> list[_Message]:
+        """What a forward sends, to the nearest stage first."""
+        channels = sorted((c for c in self.machine.channels if c.source == stage), key=lambda c: c.target)
+        return [_Message(stage, sample, c.target, False, c.forward_serialisation) for c in channels]
+
+    def gradients(self, stage: int, sample: int) -> list[_Message]:
+        """What a Bx sends, to the first stage first."""
+        channels = sorted((c for c in self.machine.channels if c.target == stage), key=lambda c: c.source)
+        return [_Message(stage, sample, c.source, True, c.gradient_serialisation) for c in channels]

@@ -1,0 +1,285 @@
+"""The command line: what it prints, what it leaves, and that what a user did wrong is said without a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pbsim import cli, open_run
+from pbsim.config import MITIGATIONS, SCHEDULES, Hardware, Workload, shipped
+
+BROKEN_HARDWARE = 'name = "hw"\nclock_ghz = -1\n[mesh]\nrows = 0\ncols = 4\ncolour = "red"\n'
+BROKEN_WORKLOAD = (
+    'name = "wl"\n[model]\nfactory = "a:b"\n[data]\nkind = "digits"\n[training]\nbatch_size = 0\nlr = 0.1\n'
+)
+
+
+@dataclass
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def pbsim(monkeypatch, capsys, tmp_path):
+    """Call the entry point as the shell does, in an empty directory."""
+
+    def call(*arguments: str | Path) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["pbsim", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+            sys.exit(0)
+        code = caught.value.code
+        captured = capsys.readouterr()
+        return Outcome(code if isinstance(code, int) else 0, captured.out, captured.err)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return call
+
+
+def refused(outcome: Outcome, *messages: str) -> None:
+    """Exit status 2, the messages on stderr, nothing on stdout, and no traceback."""
+    assert outcome.status == 2
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    for message in messages:
+        assert message in outcome.err
+
+
+# run, end to end
+
+
+def test_run_prints_a_table_and_where_everything_is(pbsim, tmp_path):
+    outcome = pbsim("run", "mesh", "digits_mlp", "--method", "pb+lwpv+sc", "--samples", "50", "--out", "here/run")
+    assert outcome.status == 0
+    run = open_run(tmp_path / "here" / "run")
+    summary = run.summary
+    lines = outcome.out.splitlines()
+    assert "digits_mlp on mesh, pb+lwpv+sc" in lines[0]
+    for name, value in (
+        ("status", "finished"),
+        ("test accuracy", f"{summary['accuracy']:.2%}"),
+        ("test loss", f"{summary['loss']:.4f}"),
+        ("samples", "50"),
+        ("cycles", f"{summary['cycles']:,}"),
+        ("simulated time", "s at 0.85 GHz"),
+        ("samples per second", f"{summary['samples_per_second']:,.0f}"),
+        ("utilization", f"{summary['utilization']:.1%}"),
+        ("bottleneck", "'flatten+linear1+relu1'"),
+        ("peak memory", f"{summary['peak_memory_bytes']:,} bytes"),
+        ("energy", "not modelled yet"),
+        ("delay of first stage", f"{run.stages['delay_mean'].iloc[0]:.2f} (4 to 4; nominal 4)"),
+        ("delay of middle stage", "nominal 2"),
+        ("delay of last stage", "0.00 (0 to 0; nominal 0)"),
+    ):
+        assert any(name in line and value in line for line in lines), (name, value, outcome.out)
+    assert lines[-2].split()[-1] == "here/run"
+    assert lines[-1].split()[-1] == "here/run/figures/utilization.png"
+    assert Path(lines[-1].split()[-1]).is_file()
+
+
+def test_run_from_a_shell(tmp_path):
+    command = [sys.executable, "-m", "pbsim.cli", "run", "mesh", "digits_mlp", "--samples", "20", "--seed", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    place = tmp_path / "runs" / "mesh-digits_mlp-pb-4"
+    assert "runs/mesh-digits_mlp-pb-4" in done.stdout
+    summary = json.loads((place / "summary.json").read_text())
+    assert (summary["samples"], summary["seed"], summary["status"]) == (20, 4, "finished")
+    assert "\x1b" not in done.stdout + done.stderr  # plain text where no terminal is
+
+
+def test_set_reaches_hardware_workload_and_run(pbsim, tmp_path):
+    outcome = pbsim(
+        *("run", "mesh", "digits_mlp", "--samples", "10", "--out", "run", "--trace", "first:3"),
+        *("--set", "core.vector_lanes=8", "--set", "pipeline.timing=lockstep"),
+        *("--set", "model.arguments.hidden=[8]", "--set", "precision=float64", "--set", "run.seed=9"),
+    )
+    assert outcome.status == 0
+    run = open_run(tmp_path / "run")
+    assert run.config["hardware"]["core"]["vector_lanes"] == 8
+    assert run.config["hardware"]["pipeline"]["timing"] == "lockstep"
+    assert run.config["workload"]["model"]["arguments"]["hidden"] == [8]
+    assert (run.config["run"]["precision"], run.summary["seed"]) == ("float64", 9)
+    assert set(run.events["sample"]) == {0, 1, 2}
+    assert list(run.stages["delay_max"]) == [2, 0]
+
+
+def test_data_may_be_set_to_random(pbsim, tmp_path):
+    setting = ("--set", "data.kind=random", "--set", "data.shape=[1, 8, 8]")
+    assert pbsim("run", "mesh", "digits_mlp", "--samples", "10", "--out", "run", *setting).status == 0
+    assert open_run(tmp_path / "run").config["workload"]["data"]["kind"] == "random"
+
+
+def test_timing_only_trains_nothing_and_says_so(pbsim, tmp_path):
+    outcome = pbsim("run", "mesh", "digits_mlp", "--samples", "50", "--timing-only", "--out", "run")
+    assert outcome.status == 0
+    assert "accuracy" not in outcome.out
+    assert "cycles" in outcome.out
+    run = open_run(tmp_path / "run")
+    assert run.summary["timing_only"] is True
+    assert run.summary["accuracy"] is None
+    assert run.metrics["loss"].isna().all()
+    assert not (tmp_path / "run" / "weights.safetensors").exists()
+
+
+def test_run_asks_before_it_replaces(pbsim, tmp_path):
+    arguments = ("run", "mesh", "digits_mlp", "--timing-only", "--out", "run")
+    assert pbsim(*arguments, "--samples", "10").status == 0
+    refused(pbsim(*arguments, "--samples", "20"), "pbsim: run: exists already", "--force")
+    assert open_run(tmp_path / "run").summary["samples"] == 10
+    assert pbsim(*arguments, "--samples", "20", "--force").status == 0
+    assert open_run(tmp_path / "run").summary["samples"] == 20
+
+
+def test_force_does_not_replace_what_is_no_run_directory(pbsim, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "note.txt").write_text("keep me")
+    outcome = pbsim("run", "mesh", "digits_mlp", "--samples", "10", "--out", "notes", "--force")
+    refused(outcome, "pbsim: notes: is not a run directory")
+    assert (tmp_path / "notes" / "note.txt").read_text() == "keep me"
+
+
+# run, refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (("mehs", "digits_mpl"), ["mehs: no such file", "'mesh'", "digits_mpl: no such file", "'digits_mlp'"]),
+        (("mesh", "digits_mlp", "--method", "pb+xx"), ["method = pb+xx: unknown mitigation 'xx'; available: sc"]),
+        (("mesh", "digits_mlp", "--method", "legw:256"), ["not built yet; available: pb"]),
+        (("mesh", "digits_mlp", "--samples", "0"), ["command line: samples = 0: should be greater than or equal to 1"]),
+        (("mesh", "digits_mlp", "--samples", "5", "--epochs", "1"), ["samples = 5: excludes epochs"]),
+        (("mesh", "digits_mlp", "--seed", "-1"), ["seed = -1"]),
+        (("mesh", "digits_mlp", "--backend", "jax"), ["backend = 'jax': should be 'numba' or 'torch'"]),
+        (("mesh", "digits_mlp", "--trace", "some"), ["trace = 'some': should be 'all', 'none' or 'first:N'"]),
+        (("mesh", "digits_mlp", "--threads", "0"), ["threads = 0"]),
+        (
+            ("mesh", "digits_mlp", "--set", "name=x"),
+            ["--set: name = x: stands in more than one place", "hardware.name"],
+        ),
+        (
+            ("mesh", "digits_mlp", "--set", "core.pes=0", "--set", "training.lr=nan", "--set", "bogus=1"),
+            ["--set: core.pes = 0", "--set: training.lr = nan", "--set: bogus = 1: no such key"],
+        ),
+        (
+            ("mesh", "digits_mlp", "--set", "mesh.rows=1", "--set", "mesh.cols=2"),
+            ["has 2 PEs, and the network has 3 stages"],
+        ),
+        (
+            ("mesh", "digits_mlp", "--set", "model.factory=torch.nn:Nope"),
+            ["model.factory = torch.nn:Nope", "no function"],
+        ),
+        (
+            ("mesh", "digits_mlp", "--set", "data.kind=npz", "--set", "data.path=/not/there.npz"),
+            ["data.path", "/not/there.npz"],
+        ),
+        (("mesh", "digits_mlp", "--set", 'training.exempt=["nope*"]'), ["training.exempt", "linear1.weight"]),
+        (("mesh", "digits_mlp", "--samples", "many"), ["--samples", "valid integer"]),
+        (("mesh",), ["Missing argument", "workload"]),
+        (("mesh", "digits_mlp", "--colour", "red"), ["--colour"]),
+    ],
+)
+def test_a_users_error_ends_with_status_2_and_leaves_nothing(pbsim, tmp_path, arguments, messages):
+    refused(pbsim("run", *arguments, "--out", "run"), *messages)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_problems_of_both_files_come_together(pbsim, tmp_path):
+    (tmp_path / "hw.toml").write_text(BROKEN_HARDWARE)
+    (tmp_path / "wl.toml").write_text(BROKEN_WORKLOAD)
+    outcome = pbsim("run", "hw.toml", "wl.toml", "--method", "qb", "--set", "bogus=1")
+    refused(
+        outcome,
+        "pbsim: hw.toml: clock_ghz = -1: should be greater than 0",
+        "pbsim: hw.toml: mesh.rows = 0: should be greater than or equal to 1",
+        "pbsim: hw.toml: mesh.colour = 'red': unknown key",
+        "pbsim: hw.toml: core: is missing",
+        "pbsim: wl.toml: training.batch_size = 0: should be greater than or equal to 1",
+        "pbsim: --set: bogus = 1: no such key",
+        "pbsim: method = qb: unknown schedule 'qb'",
+    )
+    assert all(line.startswith("pbsim: ") for line in outcome.err.splitlines())
+
+
+def test_a_users_error_from_a_shell_has_no_traceback(tmp_path):
+    (tmp_path / "hw.toml").write_text("name = \n")
+    command = [sys.executable, "-m", "pbsim.cli", "run", "hw.toml", "digits_mlp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pbsim: hw.toml: is not valid TOML")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+# check and list
+
+
+def test_check_says_what_a_file_is(pbsim):
+    outcome = pbsim("check", "mesh", "digits_cnn")
+    assert outcome.status == 0
+    assert outcome.out.splitlines() == ["mesh: hardware 'mesh' is valid", "digits_cnn: workload 'digits_cnn' is valid"]
+
+
+def test_check_reports_every_problem_of_every_file(pbsim, tmp_path):
+    (tmp_path / "hw.toml").write_text(BROKEN_HARDWARE)
+    (tmp_path / "wl.toml").write_text(BROKEN_WORKLOAD)
+    (tmp_path / "torn.toml").write_text("[mesh\n")
+    (tmp_path / "other.toml").write_text("colour = 1\n")
+    outcome = pbsim("check", "hw.toml", "mesh", "wl.toml", "torn.toml", "other.toml", "nothing")
+    assert outcome.status == 2
+    assert outcome.out.splitlines() == ["mesh: hardware 'mesh' is valid"]
+    for message in (
+        "hw.toml: clock_ghz = -1",
+        "hw.toml: mesh.rows = 0",
+        "hw.toml: mesh.colour = 'red'",
+        "wl.toml: training.batch_size = 0",
+        "torn.toml: is not valid TOML",
+        "other.toml: is neither a hardware file",
+        "nothing: no such file",
+    ):
+        assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_list_names_everything_that_is_shipped_with_a_word_on_each(pbsim):
+    outcome = pbsim("list")
+    assert outcome.status == 0
+    described = {line.split()[0]: line.split()[1:] for line in outcome.out.splitlines() if line.startswith("  ")}
+    assert described.keys() == {*shipped(Hardware), *shipped(Workload), *SCHEDULES, *MITIGATIONS}
+    assert all(described.values())
+
+
+# Quick to answer
+
+
+def test_help_loads_nothing_heavy():
+    program = (
+        "import sys; sys.argv = ['pbsim', '--help']\n"
+        "from pbsim.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print('status', end.code, file=sys.stderr)\n"
+        "print(sorted({'torch', 'numba', 'matplotlib', 'pandas', 'sklearn', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["status 0", "[]"]
+    for command in ("run", "check", "list"):
+        assert command in done.stdout
+
+
+def test_the_help_of_run_names_every_flag(pbsim):
+    outcome = pbsim("run", "--help")
+    assert outcome.status == 0
+    for flag in (
+        *("--method", "--samples", "--epochs", "--seed", "--out", "--timing-only"),
+        *("--backend", "--trace", "--threads", "--set", "--force"),
+    ):
+        assert flag in outcome.out

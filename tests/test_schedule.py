@@ -1,0 +1,516 @@
+"""The timing plane equals a cycle-by-cycle reference and the closed forms of pipelined backpropagation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cycle_reference import BW, BX, LOAD, SEND, F, Row, U, simulate
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from synthetic import RECIPE, Case, cases, chain, machine, with_cycles
+
+from pbsim.config.workload import ConstantDecay
+from pbsim.hardware import Machine
+from pbsim.hardware.memory import Category, Ledger
+from pbsim.numerics.order import BACKWARD, FORWARD, UPDATE, Horizon, Order, orders
+from pbsim.optim import LearningRate, UpdateRule
+from pbsim.schedule import Chunk, DeadlockError, Timing, Trace, row_count, run_pipeline
+from pbsim.schedule.dataflow import DataflowCore
+from pbsim.schedule.trace import COLUMNS
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def rows_of(trace: Trace) -> list[Row]:
+    columns = (getattr(trace, name).tolist() for name in COLUMNS)
+    return sorted(zip(*columns, strict=True))
+
+
+def run(machine: Machine, samples: int, chunk_rows: int = 50_000) -> tuple[Timing, list[Row]]:
+    timing, chunks = run_pipeline(machine, samples, chunk_rows)
+    return timing, rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
+
+
+def accounts(timing: Timing) -> dict[tuple[int, str], dict[str, int]]:
+    """Cycles per unit by what they were spent on; only what is not zero."""
+    return {
+        (unit.core, unit.unit): {
+            name: spent for name, spent in vars(unit).items() if name not in ("core", "unit") and spent
+        }
+        for unit in timing.units
+    }
+
+
+def ends(rows: Sequence[Row], stage: int, op: int) -> list[int]:
+    return sorted(end for _, end, s, o, *_ in rows if (s, o) == (stage, op))
+
+
+def delays(rows: Sequence[Row], stage: int) -> list[int]:
+    """Measured delays of a stage's samples, in order."""
+    read = {sample: version for _, _, s, op, sample, version, _ in rows if (s, op) == (stage, F)}
+    made = {sample: version for _, _, s, op, sample, version, _ in rows if (s, op) == (stage, U)}
+    return [made[sample] - 1 - read[sample] for sample in sorted(read)]
+
+
+def period(rows: Sequence[Row], stage: int = 0) -> float:
+    """Cycles between updates of a stage in the middle of a run."""
+    updates = ends(rows, stage, U)
+    third = len(updates) // 3
+    return (updates[2 * third] - updates[third]) / third
+
+
+# --- against the reference ------------------------------------------------------------------------
+
+
+def check_against_the_reference(case: Case) -> None:
+    expected = simulate(case.machine, case.samples)
+    assume(not expected.tied)
+    timing, rows = run(case.machine, case.samples)
+    assert rows == expected.rows
+    assert timing.cycles == expected.cycles
+    assert accounts(timing) == expected.units
+    assert len(rows) == row_count(case.machine, case.samples)
+
+
+@settings(max_examples=220, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(pipeline__timing="dataflow"))
+def test_dataflow_equals_the_cycle_by_cycle_reference(case):
+    check_against_the_reference(case)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(pipeline__timing="dataflow", core__units="split", pipeline__output_slots=1))
+def test_split_units_that_share_one_output_slot_equal_the_reference(case):
+    check_against_the_reference(case)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(pipeline__timing="lockstep"))
+def test_lockstep_equals_the_cycle_by_cycle_reference(case):
+    check_against_the_reference(case)
+
+
+def test_two_stages_by_hand():
+    # F takes 2, Bx 1, Bw 1, U 1; a message of 4 bytes takes 2 cycles on a link of 2 bytes per cycle, plus 1
+    # per hop; the host takes 1 cycle for a sample of 4 bytes. One credit: a sample at a time.
+    net = chain(2, elements=2)
+    made = machine(
+        net,
+        pipeline__timing="dataflow",
+        pipeline__credits=1,
+        fabric__link_bytes_per_cycle=2,
+        fabric__hop_cycles=1,
+        host__bytes_per_cycle=4,
+    )
+    timing, chunks = run_pipeline(with_cycles(made, [(2, 0, 1, 1), (2, 1, 1, 1)]), 2)
+    assert str(Trace.concatenate(*(chunk.rows for chunk in chunks))).splitlines() == [
+        "0load0@-1 [0, 1)",
+        "0F0@0 [1, 3)",
+        "0load1@-1 [1, 2)",  # the slot is free once F has begun
+        "0send0>1 [3, 6)",  # 2 cycles on the link, 1 of hop
+        "1F0@0 [6, 8)",
+        "1I0@0 [8, 9)",
+        "1W0@0 [9, 10)",
+        "1send0>0 [9, 12)",  # leaves at the end of Bx
+        "1U0@1 [10, 11)",
+        "0I0@0 [12, 12)",  # no input gradient at the first stage
+        "0W0@0 [12, 13)",
+        "0U0@1 [13, 14)",
+        "0F1@1 [14, 16)",  # the only credit is back
+        "0send1>1 [16, 19)",
+        "1F1@1 [19, 21)",
+        "1I1@1 [21, 22)",
+        "1W1@1 [22, 23)",
+        "1send1>0 [22, 25)",
+        "1U1@2 [23, 24)",
+        "0I1@1 [25, 25)",
+        "0W1@1 [25, 26)",
+        "0U1@2 [26, 27)",
+    ]
+    assert timing.cycles == 27
+    assert accounts(timing) == {
+        # waits for the host [0, 1) before its first operation; for the credit of sample 1, which has been in
+        # the input slot from cycle 2, in [3, 12); for the last gradient in [16, 25)
+        (0, "shared"): {
+            "idle": 1, "forward": 4, "weight_gradient": 2, "update": 2, "stall_memory": 9, "stall_input": 9
+        },
+        # idle before [6, ...) and after 24; waits for sample 1 in [11, 19)
+        (1, "shared"): {
+            "idle": 9, "forward": 4, "input_gradient": 2, "weight_gradient": 2, "update": 2, "stall_input": 8
+        },
+    }  # fmt: skip
+
+
+# --- closed forms ---------------------------------------------------------------------------------
+
+STEP = 6  # cycles of a step of lockstep_ideal: F 3, Bx, Bw and U 1 each
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 7), st.integers(1, 20))
+def test_lockstep_ideal_has_the_delays_of_the_papers(stages, samples):
+    # forward of sample i at stage s reads the version max(0, i - 2(S-1-s)), hence a delay of min(i, 2(S-1-s))
+    timing, rows = run(machine(chain(stages)), samples)
+    for stage in range(stages):
+        nominal = 2 * (stages - 1 - stage)
+        assert delays(rows, stage) == [min(i, nominal) for i in range(samples)]
+        read = sorted((sample, version) for *_, s, op, sample, version, _ in rows if (s, op) == (stage, F))
+        assert read == [(i, max(0, i - nominal)) for i in range(samples)]
+    assert timing.step_cycles == STEP
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 7), st.integers(1, 20))
+def test_lockstep_ideal_has_the_cycles_and_utilization_of_the_papers(stages, samples):
+    # M samples pass S stages forward and S - 1 back: M + 2S - 2 steps, in M of which a core works
+    timing, _ = run(machine(chain(stages)), samples)
+    steps = samples + 2 * stages - 2
+    assert timing.cycles == steps * STEP
+    busy = sum(unit.busy for unit in timing.units)
+    assert busy * steps == samples * timing.cycles * stages  # utilization M / (M + 2S - 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_lockstep_holds_as_many_samples_as_the_delay_and_one_more(stages):
+    timing, _ = run(machine(chain(stages)), 4 * stages)
+    assert timing.peak_in_flight == [2 * (stages - 1 - s) + 1 for s in range(stages)]
+    assert sum(timing.peak_in_flight) == stages**2
+    for core, peak in zip(timing.machine.cores, timing.ledger.peak, strict=True):
+        assert peak[Category.STASH] == timing.peak_in_flight[core.stage] * core.memory.stash
+
+
+@pytest.mark.parametrize("stages", [2, 4, 6])
+def test_credits_of_1f1b_halve_the_delay_at_the_same_throughput(stages):
+    # equal stages, one shared unit, a free fabric
+    found = {}
+    for credits in ("1f1b", "lockstep"):
+        made = machine(chain(stages), pipeline__timing="dataflow", pipeline__credits=credits)
+        timing, found[credits] = run(made, 12 * stages)
+        assert period(found[credits]) == STEP  # every core computes all the time
+        assert timing.cycles < (12 * stages + 2 * stages) * STEP
+    for stage in range(stages):
+        steady = delays(found["1f1b"], stage)[2 * stages : -2 * stages]
+        assert set(steady) == {stages - 1 - stage}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=5))
+def test_the_slowest_stage_sets_the_period_where_credits_suffice(forward):
+    # a shared unit of stage s works F + Bx + Bw + U = 2 f per sample
+    cycles = [(f, f, 0, 0) if s else (f, 0, 0, f) for s, f in enumerate(forward)]
+    made = machine(chain(len(forward)), pipeline__timing="dataflow", pipeline__credits=20)
+    _, rows = run(with_cycles(made, cycles), 60)
+    assert period(rows) == pytest.approx(2 * max(forward), rel=0.05)
+
+
+def test_the_narrowest_link_sets_the_period_where_cores_are_fast():
+    # stage 2 makes 20 elements = 40 bytes: 20 cycles on a link of 2 bytes per cycle, in each direction; a
+    # core computes for 6 cycles
+    made = machine(
+        chain(4, elements=[4, 4, 4, 20, 4]), pipeline__timing="dataflow", pipeline__credits=20,
+        fabric__link_bytes_per_cycle=2,
+    )  # fmt: skip
+    timing, rows = run(made, 60)
+    assert period(rows, stage=3) == 20
+    assert max(timing.links.busy_cycles) == 60 * 20
+    assert 60 * 20 <= timing.cycles < 64 * 20  # the bound, and a fill and drain of 54 cycles
+
+
+def test_the_host_sets_the_period_where_it_is_slow():
+    made = machine(chain(2, elements=10), pipeline__timing="dataflow", host__bytes_per_cycle=0.5)
+    _, rows = run(made, 30)
+    assert period(rows) == 40  # 20 bytes
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(pipeline__timing="dataflow"))
+def test_credits_are_never_exceeded(case):
+    timing, rows = run(case.machine, case.samples)
+    for core in case.machine.cores:
+        begun = [start for start, _, s, op, *_ in rows if (s, op) == (core.stage, F)]
+        ended = ends(rows, core.stage, U)
+        held = max(sum(b <= at for b in begun) - sum(e <= at for e in ended) for at in begun)
+        assert held == timing.peak_in_flight[core.stage]
+        assert core.credits is None or held <= core.credits
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(
+    cases(pipeline__timing="lockstep"),
+    st.sampled_from(["link", "hop", "host", "core"]),
+)
+def test_in_lockstep_a_faster_machine_is_never_slower(case, what):
+    # chains only: where messages contend, one that comes earlier can hold up another (an anomaly of any list
+    # scheduling)
+    assume(all(channel.target == channel.source + 1 for channel in case.machine.channels))
+    before, _ = run(case.machine, case.samples)
+    after, _ = run(faster(case.machine, what), case.samples)
+    assert after.cycles <= before.cycles
+
+
+def faster(machine: Machine, what: str) -> Machine:
+    """The same machine with twice the links or host, no hop latency, or every F cut to a cycle."""
+    if what == "host":
+        return replace(machine, host_cycles=-(-machine.host_cycles // 2))
+    if what == "core":
+        cycles = (core.cycles for core in machine.cores)
+        counts = [(1, c.input_gradient.total, c.weight_gradient.total, c.update.total) for c in cycles]
+        return with_cycles(machine, counts)
+    if what == "hop":
+        fabric = machine.hardware.fabric.model_copy(update={"hop_cycles": 0})
+        return replace(machine, hardware=machine.hardware.model_copy(update={"fabric": fabric}))
+    channels = (
+        replace(
+            channel,
+            forward_serialisation=-(-channel.forward_serialisation // 2),
+            gradient_serialisation=-(-channel.gradient_serialisation // 2),
+        )
+        for channel in machine.channels
+    )
+    return replace(machine, channels=tuple(channels))
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(), st.integers(1, 40))
+def test_chunks_of_any_size_hold_the_same_rows_and_keep_their_promise(case, chunk_rows):
+    whole, rows = run(case.machine, case.samples)
+    timing, stream = run_pipeline(case.machine, case.samples, chunk_rows)
+    chunks = list(stream)
+    assert rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks))) == rows
+    assert (timing.cycles, accounts(timing)) == (whole.cycles, accounts(whole))
+    for earlier, later in pairwise(chunks):
+        assert earlier.until <= later.until
+    until = 0
+    for chunk in chunks:
+        assert not len(chunk.rows) or chunk.rows.start.min() >= until
+        until = chunk.until
+    assert until > max(start for start, *_ in rows)
+
+
+def test_a_machine_that_cannot_proceed_names_the_core_that_holds_it():
+    made = machine(chain(3), pipeline__timing="dataflow")
+    stuck = replace(made.cores[1], credits=0)
+    made = replace(made, cores=(made.cores[0], stuck, made.cores[2]))
+    with pytest.raises(DeadlockError) as caught:
+        run(made, 4)
+    messages = str(caught.value).splitlines()
+    assert messages[1].startswith("schedule: core 1: deadlock: sample 0 waits for a credit (0 in flight")
+    assert "core 0" in messages[0]
+    assert "core 2: deadlock: waits for an activation" in messages[2]
+
+
+def test_a_machine_whose_messages_cannot_leave_names_the_slot():
+    made = machine(chain(2), pipeline__timing="dataflow")
+    pipeline = made.hardware.pipeline.model_copy(update={"output_slots": 0})
+    made = replace(made, hardware=made.hardware.model_copy(update={"pipeline": pipeline}))
+    with pytest.raises(DeadlockError, match="core 0: deadlock: sample 0 waits for an output slot"):
+        run(made, 2)
+
+
+def test_an_error_within_the_simulation_is_not_taken_for_a_deadlock(monkeypatch):
+    def fail(core: DataflowCore) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(DataflowCore, "end_update", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(machine(chain(2), pipeline__timing="dataflow"), 3)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+Moment = tuple[int, int]  # a cycle, and within it
+ENDS, ARRIVES, BEGINS = 0, 1, 2
+
+
+def highest(spans: list[tuple[Moment, Moment, int]]) -> int:
+    """The highest level of bytes held from a moment to another."""
+    return max((sum(size for begin, end, size in spans if begin <= at < end) for at, _, _ in spans), default=0)
+
+
+@pytest.mark.parametrize("timing", ["dataflow", "lockstep"])
+@pytest.mark.parametrize("units", ["shared", "split"])
+def test_memory_peaks_are_those_counted_from_the_rows(timing, units):
+    # output slots enough, so that every result goes into the output buffer as soon as it is computed; at one
+    # cycle, what ends or leaves is gone before what arrives is there, and operations begin last
+    samples = 9
+    made = machine(
+        chain(4, elements=[3, 5, 2, 4, 1], skips=((0, 3),)),
+        rule=UpdateRule(RECIPE, stash_weights=True, difference=1.0),
+        pipeline__timing=timing, core__units=units, pipeline__output_slots=20,
+        fabric__link_bytes_per_cycle=2, fabric__hop_cycles=1, host__bytes_per_cycle=2,
+    )  # fmt: skip
+    result, rows = run(made, samples)
+    assert all(unit.stall_output == 0 for unit in result.units)
+    held = [spans_by_category(made, rows, stage, samples, result.step_cycles) for stage in range(4)]
+    permanent = []
+    for core, spans in zip(made.cores, held, strict=True):
+        peaks = result.ledger.peak[core.stage]
+        always = [core.memory.weights, core.memory.momentum, core.memory.previous_weights]
+        permanent.append(sum(always))
+        assert peaks[: len(always)] == always
+        for category, found in spans.items():
+            assert peaks[category] == highest(found), (core.stage, category.label)
+        # events of one cycle reach the ledger in no fixed order: a total may count what goes with what comes
+        together = [span for found in spans.values() for span in found]
+        assert permanent[-1] + highest(together) <= result.ledger.core_peak[core.stage] <= sum(peaks)
+    together = [span for spans in held for found in spans.values() for span in found]
+    assert sum(permanent) + highest(together) <= result.ledger.machine_peak <= sum(result.ledger.core_peak)
+    assert not result.ledger.leftovers()
+
+
+def spans_by_category(
+    machine: Machine, rows: Sequence[Row], stage: int, samples: int, step: int | None
+) -> dict[Category, list[tuple[Moment, Moment, int]]]:
+    """From when to when a core holds how many bytes, for everything that comes and goes."""
+    begins = {(s, op, i, to): (start, BEGINS) for start, _, s, op, i, _, to in rows}
+    finishes = {(s, op, i, to): end for _, end, s, op, i, _, to in rows}
+    memory = machine.cores[stage].memory
+    spans: dict[Category, list[tuple[Moment, Moment, int]]] = {
+        category: [] for category in Category if category >= Category.WEIGHT_VERSIONS
+    }
+
+    def boundary(cycle: int) -> int:
+        """When something that ends at a cycle takes effect: in lockstep at the end of the step."""
+        return cycle if step is None else -(-cycle // step) * step
+
+    def sent(source: int, op: int, sample: int, target: int, serialisation: int) -> tuple[Moment, Moment]:
+        """A message's time in the output buffer; in lockstep from when all are sent to the step's end."""
+        start, _ = begins[source, SEND, sample, target]
+        if step is not None:
+            compute = min(begin % step for (_, o, *_), (begin, _) in begins.items() if o == SEND)
+            return (start - start % step + compute, ARRIVES), (boundary(start + 1), ENDS)
+        return (finishes[source, op, sample, -1], ARRIVES), (start + serialisation, ENDS)
+
+    for i in range(samples):
+        forward, update = begins[stage, F, i, -1], (finishes[stage, U, i, -1], ENDS)
+        spans[Category.STASH].append((forward, update, memory.stash))
+        spans[Category.WEIGHT_VERSIONS].append((forward, update, memory.weight_versions))
+        spans[Category.GRADIENTS].append((begins[stage, BW, i, -1], update, memory.gradients))
+        if stage == 0:
+            loaded = (boundary(finishes[0, LOAD, i, -1]), ARRIVES)
+            spans[Category.INPUT_BUFFER].append((loaded, forward, machine.host_bytes))
+        for c in machine.channels:
+            if c.target == stage:
+                arrival = (boundary(finishes[c.source, SEND, i, stage]), ARRIVES)
+                spans[Category.INPUT_BUFFER].append((arrival, forward, c.forward_bytes))
+                buffered = sent(stage, BX, i, c.source, c.gradient_serialisation)
+                spans[Category.OUTPUT_BUFFER].append((*buffered, c.gradient_bytes))
+            if c.source == stage:
+                arrival = (boundary(finishes[c.target, SEND, i, stage]), ARRIVES)
+                spans[Category.INPUT_BUFFER].append((arrival, update, c.gradient_bytes))
+                buffered = sent(stage, F, i, c.target, c.forward_serialisation)
+                spans[Category.OUTPUT_BUFFER].append((*buffered, c.forward_bytes))
+    return spans
+
+
+def test_the_ledger_reports_what_is_left_over():
+    made = machine(chain(2))
+    ledger = Ledger(made)
+    assert ledger.leftovers() == []
+    ledger.add(1, Category.STASH, 8)
+    ledger.add(0, Category.GRADIENTS, -4)
+    assert ledger.leftovers() == [(0, Category.GRADIENTS, -4), (1, Category.STASH, 8)]
+
+
+# --- the order of the numbers ---------------------------------------------------------------------
+
+
+def ordered(chunks: Sequence[Chunk], stages: int, rule: UpdateRule | None = None, nominal: bool = False) -> list[Order]:
+    lr = LearningRate(RECIPE, 100, 100, 0.0, ConstantDecay(kind="constant"))
+    return list(orders(chunks, rule or UpdateRule(RECIPE), lr, Horizon(stages, nominal)))
+
+
+def operations(pieces: Sequence[Order]) -> list[tuple[int, int, int, int, int]]:
+    columns = ("kind", "stage", "sample", "cycle", "delay")
+    return [row for piece in pieces for row in zip(*(getattr(piece, name).tolist() for name in columns), strict=True)]
+
+
+def hand_written() -> Trace:
+    """One stage: U of sample 0 ends at cycle 5, when F of sample 2 starts; F of sample 1 starts at 4."""
+    rows = [
+        (0, 2, 0, F, 0, 0, -1),
+        (2, 3, 0, BX, 0, 0, -1),
+        (3, 4, 0, BW, 0, 0, -1),
+        (4, 5, 0, U, 0, 1, -1),
+        (4, 6, 0, F, 1, 0, -1),
+        (5, 7, 0, F, 2, 1, -1),
+        (6, 7, 0, BX, 1, 1, -1),
+        (7, 8, 0, BW, 1, 1, -1),
+        (8, 9, 0, U, 1, 2, -1),
+        (9, 10, 0, BX, 2, 2, -1),
+        (10, 11, 0, BW, 2, 2, -1),
+        (11, 12, 0, U, 2, 3, -1),
+    ]
+    return Trace.of([value for row in rows for value in row])
+
+
+def test_a_write_at_a_cycle_comes_before_a_read_at_that_cycle():
+    pieces = ordered([Chunk(hand_written(), 13)], 1)
+    assert operations(pieces) == [
+        (FORWARD, 0, 0, 0, 0),
+        (BACKWARD, 0, 0, 2, -1),
+        (FORWARD, 0, 1, 4, 1),  # reads version 0, its update makes version 2
+        (UPDATE, 0, 0, 5, 0),  # before the forward that starts as it ends
+        (FORWARD, 0, 2, 5, 1),
+        (BACKWARD, 0, 1, 6, -1),
+        (UPDATE, 0, 1, 9, 1),
+        (BACKWARD, 0, 2, 9, -1),
+        (UPDATE, 0, 2, 12, 1),
+    ]
+
+
+def test_forwards_of_unknown_delay_hold_the_order_back():
+    trace = hand_written()
+    first, rest = trace[trace.start < 6], trace[trace.start >= 6]
+    pieces = ordered([Chunk(first, 6), Chunk(rest, 13)], 1)
+    assert operations(pieces[:1]) == [
+        (FORWARD, 0, 0, 0, 0),
+        (BACKWARD, 0, 0, 2, -1),
+    ]  # F of sample 1 has no update yet
+    assert operations(pieces) == operations(ordered([Chunk(trace, 13)], 1))
+
+
+def test_a_trace_that_ends_too_early_is_refused():
+    trace = hand_written()
+    with pytest.raises(RuntimeError, match="cannot be ordered"):
+        ordered([Chunk(trace[trace.op != U], 13)], 1)
+
+
+def test_coefficients_follow_the_measured_delay_or_the_nominal_one():
+    rule = UpdateRule(RECIPE, spike=1.0, velocity=1.0)
+    measured, nominal = (ordered([Chunk(hand_written(), 13)], 1, rule, nominal=choice)[0] for choice in (False, True))
+    forwards = measured.kind == FORWARD
+    np.testing.assert_allclose(measured.coefficients.velocity_prediction[forwards], [0.0, 0.1, 0.1])  # lr D
+    updates = measured.kind == UPDATE
+    np.testing.assert_allclose(measured.coefficients.a[updates], [1.0, 0.9, 0.9])  # m^D
+    np.testing.assert_allclose(nominal.coefficients.a[updates], [1.0, 1.0, 1.0])  # 2(S-1-s) = 0 for a single stage
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(), st.integers(1, 200))
+def test_every_read_sees_exactly_as_many_updates_as_its_version(case, chunk_rows):
+    _, stream = run_pipeline(case.machine, case.samples, chunk_rows)
+    chunks = list(stream)
+    rows = rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
+    version = {(s, op, sample): v for _, _, s, op, sample, v, _ in rows}
+    updates = [0] * case.machine.stages
+    operations_in_order = operations(ordered(chunks, case.machine.stages))
+    for kind, stage, sample, _, delay in operations_in_order:
+        if kind == UPDATE:
+            updates[stage] += 1
+            assert version[stage, U, sample] == updates[stage]
+        else:
+            assert version[stage, F if kind == FORWARD else BX, sample] == updates[stage]
+        if kind != BACKWARD:
+            assert delay == version[stage, U, sample] - 1 - version[stage, F, sample]
+    assert len(operations_in_order) == 3 * case.machine.stages * case.samples
+    cycles = [cycle for *_, cycle, _ in operations_in_order]
+    assert cycles == sorted(cycles)
