@@ -30,14 +30,11 @@ class Result:
     rows : (start, end, stage, op, sample, version, target), sorted.
     cycles : of the whole run.
     units : by (core, unit), cycles by what they were spent on; only what is not zero.
-    tied : results of a core's two units wanted an output slot from the same cycle on; DESIGN.md does not say
-        which of them gets it (here: that of the older sample).
     """
 
     rows: list[Row]
     cycles: int
     units: dict[tuple[int, str], dict[str, int]]
-    tied: bool = False
 
 
 def simulate(machine: Machine, samples: int) -> Result:
@@ -229,7 +226,6 @@ class _Dataflow:
         self.slot: int | None = None  # the sample that is in, or on its way to, stage 0's input slot
         self.loaded = 0  # samples that the host has begun to send
         self.load_end: int | None = None
-        self.tied = False
 
     def _units(self) -> list[_Unit]:
         if self.machine.split:
@@ -238,8 +234,8 @@ class _Dataflow:
 
     def run(self) -> Result:
         while True:
-            # at a cycle all completions and arrivals come first, then admissions, then choices
-            while self.completions() or self.admissions() or self.choices():
+            # at a cycle all completions and arrivals come first, then output slots, then admissions, then choices
+            while self.completions() or self.grants() or self.admissions() or self.choices():
                 pass
             if all(core.version == self.samples for core in self.cores):
                 break
@@ -249,7 +245,7 @@ class _Dataflow:
             self.cycle += 1
             assert self.cycle < LIMIT, "the machine is stuck"
         units = {(core.stage, unit.name): account(unit.spent) for core in self.cores for unit in core.units}
-        return Result(sorted(self.rows), self.cycle, units, self.tied)
+        return Result(sorted(self.rows), self.cycle, units)
 
     def spends(self, core: _Core, unit: _Unit) -> str:
         """What a unit does in the cycle that begins now."""
@@ -265,7 +261,7 @@ class _Dataflow:
         """Everything that ends at this cycle; whether there was anything."""
         happened = self.host()
         for message in self.moving:
-            if message.left == self.cycle:
+            if message.left == self.cycle and message.serialisation:
                 self.cores[message.source].free_slots += 1
                 message.left, happened = None, True
             if message.arrival == self.cycle:
@@ -277,8 +273,11 @@ class _Dataflow:
                 if isinstance(unit.doing, int) and unit.until == self.cycle:
                     self.complete(core, unit)
                     happened = True
-            happened |= self.fill_slots(core)
         return happened
+
+    def grants(self) -> bool:
+        """One free output slot of each core goes to whoever has waited longest."""
+        return any([self.fill_slot(core) for core in self.cores])
 
     def host(self) -> bool:
         """The host sends when stage 0's single input slot is free."""
@@ -319,6 +318,9 @@ class _Dataflow:
         unit.doing = unit.plan.pop(0) if unit.plan else None
         if isinstance(unit.doing, _Message):
             unit.since = self.cycle
+            if not unit.doing.serialisation:  # it holds no link for any cycle, and needs no slot
+                self.ready.append(unit.doing)
+                self.next_step(core, unit)
         elif unit.doing is not None:
             op, sample = unit.doing, unit.sample
             unit.until = self.cycle + durations(self.machine, core.stage)[op]
@@ -327,15 +329,12 @@ class _Dataflow:
             version = {F: core.version, U: core.version + 1}.get(op, core.read.get(sample, -1))
             self.rows.append((self.cycle, unit.until, core.stage, op, sample, version, -1))
 
-    def fill_slots(self, core: _Core) -> bool:
-        """Put results into free output slots, the one that has waited longest first."""
+    def fill_slot(self, core: _Core) -> bool:
+        """Put a result into a free output slot: the one that has waited longest, then the older sample's."""
         wanting = [unit for unit in core.units if isinstance(unit.doing, _Message)]
         if not wanting or not core.free_slots:
             return False
         unit = min(wanting, key=lambda unit: (unit.since, unit.sample))
-        if len({u.since for u in wanting}) < len(wanting):
-            wanted = sum(1 + sum(isinstance(step, _Message) for step in u.plan) for u in wanting)
-            self.tied |= core.free_slots < wanted
         assert isinstance(unit.doing, _Message)
         core.free_slots -= 1
         self.ready.append(unit.doing)
@@ -351,6 +350,8 @@ class _Dataflow:
             start, message.left, message.arrival = self.wires.send(
                 message.source, message.target, self.cycle, message.serialisation
             )
+            if not message.serialisation:
+                message.left = None  # it was in no slot
             self.rows.append((start, message.arrival, message.source, SEND, message.sample, -1, message.target))
             self.moving.append(message)
         return bool(admitted)

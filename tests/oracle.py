@@ -206,9 +206,7 @@ def backpropagate(stage: Stage, own: Saved, error: Tensor | None) -> list[Tensor
 
 
 @torch.no_grad()
-def update(
-    stage: Stage, gradients: list[Tensor], decays: list[float], lr: float, m: float, a: float, b: float
-) -> None:
+def update(stage: Stage, gradients: list[Tensor], decays: list[float], lr: float, m: float, a: float, b: float) -> None:
     """g += decay w;  v <- m v + g;  w <- w - lr (a v + b g)  (DESIGN 5.4)."""
     stage.previous = [w.clone() for w in stage.weights]
     for w, v, raw, decay in zip(stage.weights, stage.velocity, gradients, decays, strict=True):

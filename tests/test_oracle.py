@@ -8,11 +8,12 @@ from pathlib import Path
 import models
 import numpy as np
 import oracle
-import pbsim
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+
+import pbsim
 
 SAMPLES = 500
 TRAINING = {
@@ -56,9 +57,7 @@ def mitigations_of(method: str) -> dict[str, float]:
 
 
 @lru_cache
-def expected(
-    method: str, horizon: str, partition: str, exempt: str
-) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
+def expected(method: str, horizon: str, partition: str, exempt: str) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
     """Losses, final weights and final test loss of the reference, in float64."""
     x, y, x_test, y_test = (torch.from_numpy(a) for a in arrays())
     order = torch.from_numpy(oracle.sample_order(3, len(x), SAMPLES))
@@ -111,9 +110,7 @@ def differences(
     return {
         "losses": oracle.relative_difference(metrics["loss"].to_numpy(), losses),
         "weights": max(oracle.relative_difference(trained[name], weights[name]) for name in weights),
-        "evaluation": oracle.relative_difference(
-            np.array([run.evaluations["loss"].iloc[-1]]), np.array([test_loss])
-        ),
+        "evaluation": oracle.relative_difference(np.array([run.evaluations["loss"].iloc[-1]]), np.array([test_loss])),
     }
 
 

@@ -114,13 +114,14 @@ def stage_cycles(core: Core, stage: Stage, loads: StageLoads, pes: int, element_
     """The cycles of a stage's operations on `pes` PEs.
 
     F lasts at least one cycle, and so do Bx of every stage but the first, and Bw and U of a stage with
-    parameters; the rest may take none (DESIGN.md 5.2).
+    parameters; the rest may take none (DESIGN.md 5.2). A backward as a whole takes at least one, so that it reads the
+    version before its own update.
     """
     cycles = DATAPATHS[core.datapath.kind](core, loads, pes, element_bytes)
     trained = 1 if stage.parameter_elements else 0
     return StageCycles(
         cycles.forward.at_least(1),
-        cycles.input_gradient.at_least(1 if stage.index else 0),
+        cycles.input_gradient.at_least(1 if stage.index or not trained else 0),
         cycles.weight_gradient.at_least(trained),
         cycles.update.at_least(trained),
     )

@@ -29,36 +29,55 @@ PERMANENT = (Category.WEIGHTS, Category.MOMENTUM, Category.PREVIOUS_WEIGHTS)
 
 
 class Ledger:
-    """Bytes per core and category: current and peak, with the peak of each core's and the machine's total.
+    """Bytes per core and category: current, and the highest level that each, each core and the machine have held.
 
-    The total's peaks are the highest level at one time, not the sum of the categories' peaks.
+    A level counts once a cycle is over: what leaves and what comes within one cycle do not add up. The peak of a
+    total is the highest level at one time, not the sum of the categories' peaks.
+
+    Attributes
+    ----------
+    current, peak : by core and category.
+    core_peak, machine_peak : of the totals.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.current = [[0] * len(Category) for _ in machine.cores]
         self.peak = [[0] * len(Category) for _ in machine.cores]
-        self.core_total = [0] * machine.stages
         self.core_peak = [0] * machine.stages
-        self.machine_total = 0
         self.machine_peak = 0
+        self._core_total = [0] * machine.stages
+        self._machine_total = 0
+        self._cycle = 0
+        self._touched: set[int] = set()
         for core in machine.cores:
-            self.add(core.stage, Category.WEIGHTS, core.memory.weights)
-            self.add(core.stage, Category.MOMENTUM, core.memory.momentum)
-            self.add(core.stage, Category.PREVIOUS_WEIGHTS, core.memory.previous_weights)
+            self.add(0, core.stage, Category.WEIGHTS, core.memory.weights)
+            self.add(0, core.stage, Category.MOMENTUM, core.memory.momentum)
+            self.add(0, core.stage, Category.PREVIOUS_WEIGHTS, core.memory.previous_weights)
 
-    def add(self, core: int, category: int, size: int) -> None:
-        """Take `size` bytes (or give them back, where negative)."""
-        current = self.current[core]
-        level = current[category] = current[category] + size
-        total = self.core_total[core] = self.core_total[core] + size
-        self.machine_total += size
-        if size > 0:
-            if level > self.peak[core][category]:
-                self.peak[core][category] = level
-            if total > self.core_peak[core]:
-                self.core_peak[core] = total
-            if self.machine_total > self.machine_peak:
-                self.machine_peak = self.machine_total
+    def add(self, cycle: int, core: int, category: int, size: int) -> None:
+        """Take `size` bytes at a cycle (or give them back, where negative); cycles never go back."""
+        if not size:
+            return
+        if cycle != self._cycle:
+            self.settle()
+            self._cycle = cycle
+        self.current[core][category] += size
+        self._core_total[core] += size
+        self._machine_total += size
+        self._touched.add(core)
+
+    def settle(self) -> None:
+        """The cycle is over: note the levels of the cores that it changed."""
+        for core in self._touched:
+            peak = self.peak[core]
+            for category, level in enumerate(self.current[core]):
+                if level > peak[category]:
+                    peak[category] = level
+            if self._core_total[core] > self.core_peak[core]:
+                self.core_peak[core] = self._core_total[core]
+        if self._machine_total > self.machine_peak:
+            self.machine_peak = self._machine_total
+        self._touched.clear()
 
     def leftovers(self) -> list[tuple[int, Category, int]]:
         """What is held beyond weights and optimizer state, or missing: empty after a drain."""

@@ -116,6 +116,7 @@ class Audit:
         self._require(timing.cycles >= self._last_end, "an operation ends after the run")
         self._check_units()
         self._check_macs()
+        self._check_in_flight()
         self._links.finish(timing.links)
         leftovers = timing.ledger.leftovers()
         self._require(not leftovers, f"memory is not empty after the drain: {leftovers}")
@@ -232,12 +233,19 @@ class Audit:
             expected = self.timing.samples * sum(getattr(o.work, name) for o in operators)
             self._require(seen == expected, f"{name}: {seen} simulated, {expected} by the model's shapes")
 
+    def _check_in_flight(self) -> None:
+        """Samples in flight, recounted as delays + 1 (samples stay in order), equal the books and keep to credits."""
+        held = self.delays.most[1] + 1
+        booked = self.timing.peak_in_flight
+        self._require((held == booked).all(), f"samples in flight peaked at {held}, booked {booked}")
+        for core in self.machine.cores:
+            within = self.timing.step_cycles is not None or core.credits is None or held[core.stage] <= core.credits
+            self._require(within, f"core {core.stage} held {held[core.stage]} samples with {core.credits} credits")
+
     def _check_lockstep_stash(self) -> None:
-        """In lockstep, stage s holds 2(S-1-s) + 1 samples at most, and that many stashes."""
+        """In lockstep, stage s holds the stashes of 2(S-1-s) + 1 samples at most."""
         for core in self.machine.cores:
             due = min(self.timing.samples, 2 * (self.machine.stages - 1 - core.stage) + 1)
-            held = self.timing.peak_in_flight[core.stage]
-            self._require(held == due, f"core {core.stage} held {held} samples, {due} are due")
             peak = self.timing.ledger.peak[core.stage][Category.STASH]
             self._require(peak == due * core.memory.stash, f"the stash of core {core.stage} peaked at {peak} bytes")
 

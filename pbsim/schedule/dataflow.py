@@ -7,7 +7,6 @@ is in flight at a stage from the start of its forward to the end of its update, 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
 from typing import cast
@@ -20,6 +19,7 @@ from pbsim.hardware.memory import Category
 from pbsim.schedule.timing import (
     ADMIT,
     CHOOSE,
+    GRANT,
     CoreState,
     DeadlockError,
     Phase,
@@ -78,7 +78,8 @@ class DataflowFabric:
             left = start + message.serialisation
             arrival = left + len(message.path) * self.links.hop_cycles
             self.model.recorder.row(start, arrival, source, Op.SEND, sample, -1, target)
-            self._later(left - now, self._leave, message)
+            if message.serialisation:
+                self._later(left - now, self._leave, message)
             self._later(arrival - now, self._arrive, message)
         self.ready.clear()
 
@@ -148,13 +149,14 @@ class DataflowCore(CoreState):
     """A core: buffers, credits, and the operations its units run."""
 
     def __init__(self, model: DataflowPipeline, core: MachineCore) -> None:
-        super().__init__(model.machine, model.timing, core)
-        self.model, self.env, self.credits = model, model.env, core.credits
+        super().__init__(model.env, model.machine, model.timing, core)
+        self.model, self.credits = model, core.credits
         self.backward_first = model.machine.hardware.pipeline.priority == "backward"
         self.free_slots = model.machine.hardware.pipeline.output_slots
         self.forward_ready: list[int] = []
         self.backward_ready: list[int] = []
-        self.waiting_results: deque[tuple[Message, simpy.Event]] = deque()
+        self.waiting: list[tuple[int, int, int, Message, simpy.Event]] = []
+        self._granting = False
         self.units: list[DataflowUnit] = []
         self._activations: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
@@ -203,35 +205,53 @@ class DataflowCore(CoreState):
         self._wake()
 
     def emit(self, unit: DataflowUnit, channels: list[Channel], backward: bool, sample: int) -> Process:
-        """Put a result's messages into the output buffer; the unit waits while there is no free slot."""
+        """Put a result's messages into the output buffer, one after the other; the unit waits for a free slot.
+
+        A message that holds no link for any cycle needs no slot. With split units the other unit may want one in the
+        same cycle: unless there are enough for both, slots are granted once every completion has come.
+        """
+        enough = 1 if len(self.units) == 1 else len(self.incoming) + len(self.outgoing)
+        unrivalled = self.free_slots >= enough and not self.waiting
         for channel in channels:
             message = Message(channel, backward, sample)
-            if self.free_slots:
+            if not message.serialisation:
+                self.model.fabric.post(message)
+            elif unrivalled and self.free_slots:
                 self._enter_slot(message)
             else:
-                since = cycles(self.env)
-                entered = self.env.event()
-                self.waiting_results.append((message, entered))
-                yield entered
+                since, granted = cycles(self.env), self.env.event()
+                heappush(self.waiting, (since, sample, message.target, message, granted))
+                self._grant_later()
+                yield granted
                 unit.usage.stall_output += cycles(self.env) - since
 
     def _enter_slot(self, message: Message) -> None:
         self.free_slots -= 1
-        self._ledger.add(self.stage, Category.OUTPUT_BUFFER, message.size)
+        self.book(Category.OUTPUT_BUFFER, message.size)
         self.model.fabric.post(message)
 
+    def _grant_later(self) -> None:
+        if self.waiting and self.free_slots and not self._granting:
+            self._granting = True
+            Phase(self.env, GRANT).callbacks.append(self._grant)
+
+    def _grant(self, _: simpy.Event) -> None:
+        """Give a free slot to the message that has waited longest, of those to the oldest sample's."""
+        self._granting = False
+        *_since_sample_target, message, granted = heappop(self.waiting)
+        self._enter_slot(message)
+        granted.succeed()
+        self._grant_later()
+
     def output_left(self, message: Message) -> None:
-        """A message's last byte has left: its slot is free for the result that has waited longest."""
+        """A message's last byte has left, and its slot is free."""
         self.free_slots += 1
-        self._ledger.add(self.stage, Category.OUTPUT_BUFFER, -message.size)
-        if self.waiting_results:
-            waiting, entered = self.waiting_results.popleft()
-            self._enter_slot(waiting)
-            entered.succeed()
+        self.book(Category.OUTPUT_BUFFER, -message.size)
+        self._grant_later()
 
     def arrived(self, message: Message) -> None:
         """A message has come in: a sample may have become ready."""
-        self._ledger.add(self.stage, Category.INPUT_BUFFER, message.size)
+        self.book(Category.INPUT_BUFFER, message.size)
         if message.backward:
             if self._complete(self._gradients, message.sample, len(self.outgoing)):
                 self._backward_is_ready(message.sample)
@@ -261,8 +281,8 @@ class DataflowCore(CoreState):
     def waits_for(self) -> str:
         """For a deadlock's message: what this core has, and what it waits for."""
         state = f"{self.in_flight} in flight, {self.version} updates done"
-        if self.waiting_results:
-            return f"deadlock: sample {self.waiting_results[0][0].sample} waits for an output slot ({state})"
+        if self.waiting:
+            return f"deadlock: sample {self.waiting[0][1]} waits for an output slot ({state})"
         if self.forward_ready:
             return f"deadlock: sample {self.forward_ready[0]} waits for a credit ({state})"
         return f"deadlock: waits for an activation or a gradient ({state})"
@@ -293,7 +313,7 @@ class DataflowPipeline:
             now = cycles(self.env)
             self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, sample)
             yield self.env.timeout(self.machine.host_cycles)
-            self.timing.ledger.add(0, Category.INPUT_BUFFER, self.machine.host_bytes)
+            self.cores[0].book(Category.INPUT_BUFFER, self.machine.host_bytes)
             self._slot = self.env.event()
             self.cores[0].forward_is_ready(sample)
             yield self._slot
@@ -312,6 +332,7 @@ class DataflowPipeline:
         if self.unfinished:
             waiting = [core for core in self.cores if self.unfinished.intersection(core.units)]
             raise DeadlockError(Problem("schedule", f"core {core.stage}", "", core.waits_for()) for core in waiting)
+        self.timing.ledger.settle()
         self.timing.cycles = max(self.finished_at.values())
         for unit, end in self.finished_at.items():
             unit.usage.idle += self.timing.cycles - end

@@ -50,12 +50,12 @@ class LockstepPipeline:
         self.step_cycles = self.compute_cycles + max(last_arrival, host)
         timing.step_cycles = self.step_cycles
         self._boundary = self.env.event()
-        timing.ledger.add(0, Category.INPUT_BUFFER, machine.host_bytes)
+        timing.ledger.add(0, 0, Category.INPUT_BUFFER, machine.host_bytes)
         recorder.row(0, 0, 0, Op.LOAD, 0)
         units = iter(timing.units)
         for core in machine.cores:
             usages = [next(units) for _ in range(2 if machine.split else 1)]
-            self.env.process(self._core(CoreState(machine, timing, core), usages))
+            self.env.process(self._core(CoreState(self.env, machine, timing, core), usages))
         self.env.process(self._clock())
 
     def forward_sample(self, stage: int, step: int) -> int | None:
@@ -69,7 +69,8 @@ class LockstepPipeline:
         return sample if 0 <= sample < self.samples else None
 
     def close(self) -> None:
-        """Nothing is left to account for: every step has run."""
+        """Complete the accounts at the end."""
+        self.timing.ledger.settle()
 
     def messages(self, step: int) -> list[StepMessage]:
         """The messages of a step, admitted to the links in the order (source stage, sample, target stage)."""
@@ -118,11 +119,12 @@ class LockstepPipeline:
             if step + 1 < self.samples:
                 self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, step + 1)
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
+            arrived = cycles(self.env)
             for message in messages:
-                self.timing.ledger.add(message.source, Category.OUTPUT_BUFFER, -message.size)
-                self.timing.ledger.add(message.target, Category.INPUT_BUFFER, message.size)
+                self.timing.ledger.add(arrived, message.source, Category.OUTPUT_BUFFER, -message.size)
+                self.timing.ledger.add(arrived, message.target, Category.INPUT_BUFFER, message.size)
             if step + 1 < self.samples:
-                self.timing.ledger.add(0, Category.INPUT_BUFFER, self.machine.host_bytes)
+                self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
             boundary, self._boundary = self._boundary, self.env.event()
             fire(boundary, CHOOSE)
         self.timing.cycles = cycles(self.env)
@@ -133,7 +135,7 @@ class LockstepPipeline:
         assert sample is not None
         start, arrival = now + message.start, now + message.arrival
         self.recorder.row(start, arrival, message.source, Op.SEND, sample, -1, message.target)
-        self.timing.ledger.add(message.source, Category.OUTPUT_BUFFER, message.size)
+        self.timing.ledger.add(now, message.source, Category.OUTPUT_BUFFER, message.size)
         for link in self.timing.links.path(message.source, message.target):
             self.timing.links.bytes[link] += message.size
             self.timing.links.busy_cycles[link] += message.serialisation

@@ -1,8 +1,8 @@
 """What both timings of a pipeline share: the clock's phases, the recorder, units that account for their cycles.
 
-At a cycle everything that ends or arrives comes first; then messages that became ready are admitted to the links;
-then each free unit chooses what to do next. SimPy orders events of one cycle by priority, which is how these
-phases are told apart.
+At a cycle everything that ends or arrives comes first; then results enter free output slots; then messages that became
+ready are admitted to the links; then each free unit chooses what to do next. SimPy orders events of one cycle by
+priority, which is how these phases are told apart.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category, Ledger
 from pbsim.schedule.trace import COLUMNS, Chunk, Trace
 
-ADMIT = EventPriority(2)
-"""After all completions and arrivals of a cycle (SimPy's NORMAL is 1): messages enter the links."""
-CHOOSE = EventPriority(3)
+GRANT = EventPriority(2)
+"""After all completions and arrivals of a cycle (SimPy's NORMAL is 1): results enter free output slots."""
+ADMIT = EventPriority(3)
+"""After that: messages that became ready enter the links."""
+CHOOSE = EventPriority(4)
 """Last of a cycle: free units choose."""
 
 
@@ -48,8 +50,8 @@ def fire(event: simpy.Event, priority: EventPriority) -> None:
 class UnitCycles:
     """How one unit of one core spent the run; the fields sum to the run's cycles (checked by the audit).
 
-    Waiting before a unit's first operation and after its last is `idle`; in between it is a stall, named after
-    what was missing: `stall_input` an activation or a gradient (in lockstep also the end of the step),
+    Waiting for work before a unit's first operation and after its last is `idle`; every other wait is a stall,
+    named after what was missing: `stall_input` an activation or a gradient (in lockstep also the end of the step),
     `stall_output` a place in the output buffer, `stall_memory` a credit.
     """
 
@@ -141,8 +143,8 @@ class Timing:
 class CoreState:
     """What a core keeps, in either timing: versions, samples in flight, and its entries in the memory ledger."""
 
-    def __init__(self, machine: Machine, timing: Timing, core: MachineCore) -> None:
-        self.stage, self.memory = core.stage, core.memory
+    def __init__(self, env: simpy.Environment, machine: Machine, timing: Timing, core: MachineCore) -> None:
+        self.env, self.stage, self.memory = env, core.stage, core.memory
         self.forward_cycles = core.cycles.forward.total
         self.input_gradient_cycles = core.cycles.input_gradient.total
         self.weight_gradient_cycles = core.cycles.weight_gradient.total
@@ -154,27 +156,31 @@ class CoreState:
         self.gradient_bytes = sum(c.gradient_bytes for c in self.outgoing)
         self.version = 0
         self.in_flight = 0
-        self._timing, self._ledger = timing, timing.ledger
+        self._timing = timing
+
+    def book(self, category: Category, size: int) -> None:
+        """Take or give back memory of this core now."""
+        self._timing.ledger.add(cycles(self.env), self.stage, category, size)
 
     def begin_forward(self) -> None:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
         self.in_flight += 1
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
-        self._ledger.add(self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
-        self._ledger.add(self.stage, Category.STASH, self.memory.stash)
-        self._ledger.add(self.stage, Category.WEIGHT_VERSIONS, self.memory.weight_versions)
+        self.book(Category.INPUT_BUFFER, -self.activation_bytes)
+        self.book(Category.STASH, self.memory.stash)
+        self.book(Category.WEIGHT_VERSIONS, self.memory.weight_versions)
 
     def begin_weight_gradient(self) -> None:
         """Room for the gradient of the weights."""
-        self._ledger.add(self.stage, Category.GRADIENTS, self.memory.gradients)
+        self.book(Category.GRADIENTS, self.memory.gradients)
 
     def end_update(self) -> None:
         """A sample has left: its stash, its gradients and, from now, the old weights are gone."""
-        self._ledger.add(self.stage, Category.GRADIENTS, -self.memory.gradients)
-        self._ledger.add(self.stage, Category.INPUT_BUFFER, -self.gradient_bytes)
-        self._ledger.add(self.stage, Category.STASH, -self.memory.stash)
-        self._ledger.add(self.stage, Category.WEIGHT_VERSIONS, -self.memory.weight_versions)
+        self.book(Category.GRADIENTS, -self.memory.gradients)
+        self.book(Category.INPUT_BUFFER, -self.gradient_bytes)
+        self.book(Category.STASH, -self.memory.stash)
+        self.book(Category.WEIGHT_VERSIONS, -self.memory.weight_versions)
         self.version += 1
         self.in_flight -= 1
 

@@ -1,0 +1,97 @@
+"""Every statement of DESIGN about a run directory, held to by a program that reads only the directory."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import replay
+
+import pbsim
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = ("pb", "pb+lwpv+sc", "pb+lwpw", "pb+ws")
+SPLIT = {"core": {"units": "split"}}
+LOCKSTEP = {"pipeline": {"timing": "lockstep"}}
+CASES = {
+    **{f"dataflow {method}": ("digits_cnn", {}, method, {}) for method in METHODS},
+    **{f"lockstep {method}": ("digits_cnn", LOCKSTEP, method, {}) for method in METHODS},
+    "split dataflow": ("digits_cnn", SPLIT, "pb+lwpv+sc", {}),
+    "split lockstep": ("digits_cnn", SPLIT | LOCKSTEP, "pb+lwpw+sc", {}),
+    "mlp": ("digits_mlp", {}, "pb+lwpv+sc", {}),
+    "mlp unbounded credits": ("digits_mlp", {"pipeline": {"credits": "unbounded"}}, "pb+lwpw=2+sc=0.5", {}),
+    "mlp forward first": ("digits_mlp", {"pipeline": {"priority": "forward"}} | SPLIT, "pb+ws", {}),
+    "nominal": ("digits_mlp", {}, "pb+lwpv+sc@nominal", {}),
+    "evaluations within": ("digits_cnn", {}, "pb", {"evaluate_every_epochs": 0.07}),
+    "torch backend": ("digits_cnn", {}, "pb+lwpv+sc", {"backend": "torch"}),
+}
+
+
+def table(folder: str, name: str, changes: dict) -> dict:
+    """A shipped file as dictionaries, with keys of its tables changed."""
+    document = tomllib.loads((ROOT / folder / f"{name}.toml").read_text())
+    return document | {key: document[key] | value for key, value in changes.items()}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory):
+    """Runs by the name of their case, each simulated once."""
+
+    @lru_cache
+    def simulated(case: str) -> replay.RunFiles:
+        workload, hardware, method, extra = CASES[case]
+        training = {key: value for key, value in extra.items() if key != "backend"}
+        place = tmp_path_factory.mktemp("replay") / "run"
+        pbsim.simulate(
+            table("hwconfigs", "mesh", hardware),
+            table("workloads", workload, {"training": training}),
+            method,
+            samples=300,
+            backend=extra.get("backend", "numba"),
+            settings={"precision": "float64"},
+            out=place,
+        )
+        return replay.RunFiles(place)
+
+    return simulated
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_independent_program_computes_the_same_numbers(case: str, opened) -> None:
+    found = replay.differences(opened(case))
+    assert all(difference < 1e-9 for difference in found.values()), found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_versions_follow_from_the_order_of_reads_and_writes(case: str, opened) -> None:
+    replay.check_trace(opened(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tables_have_the_columns_and_types_of_the_design(case: str, opened) -> None:
+    replay.check_schema(opened(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reports_follow_from_the_trace(case: str, opened) -> None:
+    replay.check_reports(opened(case))
+
+
+@pytest.mark.parametrize("case", ["dataflow pb", "nominal"])
+def test_the_resolved_configuration_has_the_promised_keys(case: str, opened) -> None:
+    replay.check_config(opened(case))
+
+
+def test_a_run_by_the_workloads_own_epochs_records_its_length(tmp_path: Path) -> None:
+    workload = table("workloads", "digits_mlp", {"training": {"epochs": 1}, "data": {"train_samples": 40}})
+    pbsim.simulate("mesh", workload, settings={"precision": "float64"}, out=tmp_path / "run")
+    run = replay.RunFiles(tmp_path / "run")
+    replay.check_config(run)
+    assert run.samples == 40
+
+
+def test_the_replay_evaluates_within_the_run(opened) -> None:
+    """The case that is to show it has rows before the last."""
+    assert len(opened("evaluations within").tables["evaluations"]) > 1
