@@ -181,13 +181,14 @@ def run_experiment(
 ) -> Run:
     """Run a resolved experiment; see `simulate`."""
     from pbsim.results.run import Run, temporary_place
-    from pbsim.results.writer import RunWriter, check_free, window_samples
+    from pbsim.results.writer import RunWriter, check_free, window_samples, window_setting
     from pbsim.schedule import row_count
 
     place, keep = (Path(out), None) if out is not None else temporary_place()
     check_free(place, force)
     setup = _set_up(resolved, model, data)
     window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
+    setup = setup.with_settings(trace=window_setting(window, setup.total))
     with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
         _execute(setup, writer, progress or (lambda report: None))
         writer.publish()
@@ -208,6 +209,11 @@ class Setup:
     epoch_samples: int
     total: int
 
+    def with_settings(self, **changes: Any) -> Setup:
+        """The same with settings decided."""
+        settings = self.resolved.settings.model_copy(update=changes)
+        return replace(self, resolved=replace(self.resolved, settings=settings))
+
 
 def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     """Read data, build and capture the model, lay it out on the hardware."""
@@ -220,8 +226,12 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
 
     hardware, workload, settings = resolved.hardware, resolved.workload, resolved.settings
     where, table, training = resolved.workload_where, workload.data, workload.training
-    if "model" in settings.handed_in and model is None:
-        raise user_error("settings", "run.handed_in", settings.handed_in, "this run needs its module handed in again")
+    missing = [
+        name for name, given in (("model", model), ("data", data)) if name in settings.handed_in and given is None
+    ]
+    if missing:
+        needed = f"this run needs its {' and '.join(missing)} handed in again"
+        raise user_error("settings", "run.handed_in", settings.handed_in, needed)
     dataset: Dataset | None = None
     if data is not None:
         dataset = from_user(data)
@@ -239,9 +249,11 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, batch=1))
     machine = build_machine(hardware, network, rule, resolved.hardware_where)
-    total = settings.samples or (settings.epochs or training.epochs) * epoch_samples
+    epochs = None if settings.samples else settings.epochs or training.epochs
+    total = settings.samples or (epochs or 0) * epoch_samples
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
-    return Setup(resolved, model, network, rule, machine, lr, dataset, epoch_samples, total)
+    setup = Setup(resolved, model, network, rule, machine, lr, dataset, epoch_samples, total)
+    return setup.with_settings(epochs=epochs)
 
 
 def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: str) -> Dataset:

@@ -40,7 +40,7 @@ class Method:
     horizon: str | None = None
 
     def __str__(self) -> str:
-        parts = [name if k == 1 else f"{name}={k:g}" for name, k in self.mitigations.items()]
+        parts = [name if k == 1 else f"{name}={repr(k).removesuffix('.0')}" for name, k in self.mitigations.items()]
         return "+".join([self.schedule, *parts])
 
 

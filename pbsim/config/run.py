@@ -20,7 +20,7 @@ class Settings(Table):
     """The table `[run]` of a resolved configuration."""
 
     method: str = "pb"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     precision: Literal["float32", "float64"] = "float32"
     """Of the numerics; the hardware has a datatype of its own."""
     horizon: Literal["measured", "nominal"] = "measured"

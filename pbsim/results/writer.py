@@ -35,6 +35,11 @@ def window_samples(trace: str | None, rows: int, samples: int) -> int:
     return 0 if trace == "none" else min(int(trace.removeprefix("first:")), samples)
 
 
+def window_setting(window: int, samples: int) -> str:
+    """The setting that keeps a window: the inverse of `window_samples`."""
+    return "all" if window == samples else f"first:{window}" if window else "none"
+
+
 def check_free(path: Path, force: bool) -> None:
     """Refuse a place that is taken, unless forced; only a run directory may be replaced."""
     if not path.exists():
@@ -58,8 +63,11 @@ class RunWriter:
 
     def __init__(self, path: Path, window: int) -> None:
         self.path, self.window = path, window
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        except OSError as error:
+            raise user_error(str(path), "", "", f"cannot be written: {error.strerror}") from None
         self._events = pq.ParquetWriter(self.folder / "events.parquet", EVENTS)
         self._metrics = pq.ParquetWriter(self.folder / "metrics.parquet", METRICS)
 
