@@ -45,7 +45,10 @@ def main() -> int:
     print(f"accuracy on 500 test images: {run.summary['accuracy']:.1%}; utilization {run.summary['utilization']:.1%}")
     reference = torch_seconds_per_sample()
     ours = seconds / len(loss)
-    print(f"whole run {1e3 * ours:.2f} ms per sample; PyTorch at batch one {1e3 * reference:.2f} ms: ratio {ours / reference:.2f}")
+    print(
+        f"whole run {1e3 * ours:.2f} ms per sample; PyTorch at batch one {1e3 * reference:.2f} ms: "
+        f"ratio {ours / reference:.2f}"
+    )
     return 0 if tenths[-1] < tenths[0] else 1
 
 

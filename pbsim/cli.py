@@ -26,8 +26,8 @@ app = typer.Typer(
 
 @app.command()
 def run(
-    hardware: Annotated[str, typer.Argument(help="A hardware file, or the name of a shipped one.")],
-    workload: Annotated[str, typer.Argument(help="A workload file, or the name of a shipped one.")],
+    hardware: Annotated[str, typer.Argument(metavar="HARDWARE", help="A hardware file, or the name of a shipped one.")],
+    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="A workload file, or the name of a shipped one.")],
     method: Annotated[str, typer.Option(help="schedule[+mitigation[=value]]..., for example pb+lwpv+sc.")] = "pb",
     samples: Annotated[int | None, typer.Option(help="Training samples of the run (instead of epochs).")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of the run; by default the workload's.")] = None,
@@ -82,7 +82,9 @@ def run(
 
 @app.command()
 def check(
-    files: Annotated[list[str], typer.Argument(help="Hardware and workload files, or names of shipped ones.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Hardware and workload files, or names of shipped ones.")
+    ],
 ) -> None:
     """Check files: print every problem of each, or what it describes."""
     from pbsim.config.files import check_file

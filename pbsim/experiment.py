@@ -117,9 +117,10 @@ def simulate(
         "epochs": epochs,
         "backend": backend,
         "timing_only": timing_only,
-        "handed_in": [name for name, given in (("model", model), ("data", data)) if given is not None],
     }
-    run = {key: value for key, value in (asked | dict(settings or {})).items() if value is not None}
+    handed_in = [name for name, given in (("model", model), ("data", data)) if given is not None]
+    run: dict[str, Any] = {key: value for key, value in (asked | dict(settings or {})).items() if value is not None}
+    run["handed_in"] = sorted({*handed_in, *run.get("handed_in", [])}, reverse=True)
     sources = {
         "hardware": read_source(Hardware, hardware),
         "workload": read_source(Workload, workload),
@@ -205,6 +206,7 @@ class Setup:
     rule: UpdateRule
     machine: Any
     lr: LearningRate
+    decays: Mapping[str, float]
     dataset: Dataset | None
     epoch_samples: int
     total: int
@@ -252,7 +254,8 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
-    setup = Setup(resolved, model, network, rule, machine, lr, dataset, epoch_samples, total)
+    decays = _weight_decays(network, workload, where)
+    setup = Setup(resolved, model, network, rule, machine, lr, decays, dataset, epoch_samples, total)
     return setup.with_settings(epochs=epochs)
 
 
@@ -380,13 +383,12 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
 
 def _backend(setup: Setup) -> Backend:
     """The backend that the settings name, with the model's weights."""
-    settings, workload = setup.resolved.settings, setup.resolved.workload
+    settings = setup.resolved.settings
     if settings.backend == "numba":
         from pbsim.numerics.executor import NumbaBackend as Chosen
     else:
         from pbsim.numerics.torch_backend import TorchBackend as Chosen  # type: ignore[assignment]
-    decays = _weight_decays(setup.network, workload, setup.resolved.workload_where)
-    return Chosen(setup.network, _state(setup.module), setup.rule, decays, settings.precision)
+    return Chosen(setup.network, _state(setup.module), setup.rule, setup.decays, settings.precision)
 
 
 def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[str, Any]:

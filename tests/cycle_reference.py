@@ -277,7 +277,8 @@ class _Dataflow:
 
     def grants(self) -> bool:
         """One free output slot of each core goes to whoever has waited longest."""
-        return any([self.fill_slot(core) for core in self.cores])
+        granted = [self.fill_slot(core) for core in self.cores]  # every core's turn, whatever the others got
+        return any(granted)
 
     def host(self) -> bool:
         """The host sends when stage 0's single input slot is free."""

@@ -20,6 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# A batch of one has no work for two threads, and on a busy machine they wait for each other at every operator.
+torch.set_num_threads(1)
+
 
 @dataclass
 class Stage:

@@ -34,6 +34,9 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional
 
+# A batch of one has no work for two threads, and on a busy machine they wait for each other at every operator.
+torch.set_num_threads(1)
+
 COLUMNS = {
     "stages": {
         "stage": "int", "name": "text", "parameters": "list", "core": "int", "macs_forward": "int",

@@ -32,12 +32,13 @@ def pbsim(monkeypatch, capsys, tmp_path):
 
     def call(*arguments: str | Path) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["pbsim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
+        status = 0
+        try:
             cli.main()
-            sys.exit(0)
-        code = caught.value.code
+        except SystemExit as end:
+            status = end.code or 0
         captured = capsys.readouterr()
-        return Outcome(code if isinstance(code, int) else 0, captured.out, captured.err)
+        return Outcome(status, captured.out, captured.err)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -267,7 +268,8 @@ def test_help_loads_nothing_heavy():
         "from pbsim.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: print('status', end.code, file=sys.stderr)\n"
-        "print(sorted({'torch', 'numba', 'matplotlib', 'pandas', 'sklearn', 'numpy'} & set(sys.modules)), file=sys.stderr)\n"
+        "heavy = {'torch', 'numba', 'matplotlib', 'pandas', 'sklearn', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == ["status 0", "[]"]

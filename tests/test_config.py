@@ -558,6 +558,24 @@ def test_set_refuses_unknown_keys_and_wrong_values(override, key, value, allowed
     assert allowed in problem.allowed
 
 
+@pytest.mark.parametrize(
+    "override", ["pipeline.credits=[1, 0, 1]", "data.shape=[0]", "data.normalize={mean=[1], std=[0]}"]
+)
+def test_a_problem_inside_an_overriding_value_is_the_overrides(override):
+    assert {problem.where for problem in refusal(override)} == {"--set"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "document", "known"),
+    [
+        (Hardware, hardware(core=CORE | {"datapath": VECTOR | {"overhead": 1}}), "overhead_cycles"),
+        (Workload, training(decay={"kind": "cosine", "at": [0.5]}), "kind"),
+    ],
+)
+def test_an_unknown_key_of_a_table_with_kinds_comes_with_the_known_ones(kind, document, known):
+    assert known in the_problem(kind, document).allowed
+
+
 def test_problems_of_several_overrides_come_together():
     assert [problem.key for problem in refusal("bogus=1", "core.pes=0", "name=x")] == ["bogus", "name", "core.pes"]
 

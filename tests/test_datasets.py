@@ -27,9 +27,7 @@ from pbsim.errors import UserError
 
 DATA = Path(os.environ.get("PBSIM_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_mnist = pytest.mark.skipif(not (DATA / "mnist-t10k").is_dir(), reason=f"no mnist-t10k/ in {DATA}")
-needs_cifar = pytest.mark.skipif(
-    not (DATA / "cifar10-images.zip").is_file(), reason=f"no cifar10-images.zip in {DATA}"
-)
+needs_cifar = pytest.mark.skipif(not (DATA / "cifar10-images.zip").is_file(), reason=f"no cifar10-images.zip in {DATA}")
 
 
 def table(kind: str, **keys: Any) -> Any:
@@ -463,9 +461,7 @@ def test_a_file_that_is_no_zip_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_zip_entry_is_named(tmp_path: Path) -> None:
     path = write_images(tmp_path, True, two_classes())
     content = bytearray(path.read_bytes())
-    content[content.index(b"train/dog/1.png") + 40] ^= (
-        255  # within the stored image: its checksum is now wrong
-    )
+    content[content.index(b"train/dog/1.png") + 40] ^= 255  # within the stored image: its checksum is now wrong
     path.write_bytes(content)
     assert "train/dog/1.png: cannot be read" in refusal("image_folder", path=str(path))
 
@@ -481,9 +477,7 @@ def test_a_slice_of_the_real_cifar_images_holds_every_class() -> None:
 
 @needs_cifar
 def test_the_real_cifar_images_are_all_counted() -> None:
-    message = refusal(
-        "image_folder", DATA, path="cifar10-images.zip", train_samples=10**6, test_samples=10**6
-    )
+    message = refusal("image_folder", DATA, path="cifar10-images.zip", train_samples=10**6, test_samples=10**6)
     assert "at most 50000" in message
     assert "at most 10000" in message
 
@@ -547,9 +541,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("changes", "found"), MALFORMED)
-def test_all_that_is_wrong_with_an_npz_file_is_named(
-    changes: dict[str, Any], found: list[str], tmp_path: Path
-) -> None:
+def test_all_that_is_wrong_with_an_npz_file_is_named(changes: dict[str, Any], found: list[str], tmp_path: Path) -> None:
     path = saved(tmp_path, **changes)
     message = refusal("npz", path=path)
     assert all(text in message for text in [path, *found])
@@ -590,9 +582,7 @@ def test_a_program_may_hand_over_arrays_or_tensors() -> None:
     given = arrays()
     from_dict = from_user(given)
     from_tuple = from_user(tuple(given.values()))
-    from_tensors = from_user(
-        [torch.tensor(value).requires_grad_(value.dtype.kind == "f") for value in given.values()]
-    )
+    from_tensors = from_user([torch.tensor(value).requires_grad_(value.dtype.kind == "f") for value in given.values()])
     for data in (from_dict, from_tuple, from_tensors):
         assert data.classes == 5
         assert data.x_test.dtype == np.float32
@@ -670,9 +660,7 @@ def test_a_returned_order_may_be_changed_by_its_owner() -> None:
 # Augmentation
 
 
-def augmented_one_by_one(
-    x: np.ndarray, padding: int, flip: bool, seed: int, epoch: int, index: int
-) -> np.ndarray:
+def augmented_one_by_one(x: np.ndarray, padding: int, flip: bool, seed: int, epoch: int, index: int) -> np.ndarray:
     """The docstring's recipe, pixel by pixel."""
     generator = Generator(PCG64([seed, epoch, index]))
     row = column = 0
@@ -703,9 +691,7 @@ def test_augmentation_follows_its_documented_draws(
     result = augment_batch(x, augment, seed, np.array(epochs), np.array(indices))
     padding = max((int(name[5:]) for name in augment if name.startswith("crop")), default=0)
     for sample, epoch, index, one in zip(x, epochs, indices, result, strict=True):
-        assert np.array_equal(
-            one, augmented_one_by_one(sample, padding, "flip" in augment, seed, epoch, index)
-        )
+        assert np.array_equal(one, augmented_one_by_one(sample, padding, "flip" in augment, seed, epoch, index))
     assert np.array_equal(x, before)
     assert result.dtype == np.float32
 

@@ -69,9 +69,7 @@ def convolutions(draw):
         "inputs": groups * draw(st.integers(1, 3)),
         "outputs": groups * draw(st.integers(1, 3)),
         "size": draw(pair(st.integers(1, 9), st.integers(1, 9))),
-        "kernel": draw(
-            st.one_of(st.just((1, 1)), st.just((3, 3)), pair(st.integers(1, 4), st.integers(1, 4)))
-        ),
+        "kernel": draw(st.one_of(st.just((1, 1)), st.just((3, 3)), pair(st.integers(1, 4), st.integers(1, 4)))),
         "stride": draw(pair(st.integers(1, 3), st.integers(1, 3))),
         "padding": draw(pair(st.integers(0, 2), st.integers(0, 2))),
         "dilation": draw(pair(st.integers(1, 2), st.integers(1, 2))),
@@ -127,9 +125,7 @@ def test_convolution_equals_torch(case, dtype, seed):
         (3, 16, 37, 7, 2, 3, 1),
     ],
 )
-def test_convolution_equals_torch_at_network_shapes(
-    inputs, outputs, size, kernel, stride, padding, groups, dtype
-):
+def test_convolution_equals_torch_at_network_shapes(inputs, outputs, size, kernel, stride, padding, groups, dtype):
     for n in (1, 3):
         case = {
             "n": n,

@@ -190,9 +190,7 @@ ODD = {
         (3,),
     ),
     "input_read_late": (
-        Calls(
-            lambda s, x: s.b(F.relu(s.a(x))) + s.c(x), a=nn.Linear(3, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 2)
-        ),
+        Calls(lambda s, x: s.b(F.relu(s.a(x))) + s.c(x), a=nn.Linear(3, 4), b=nn.Linear(4, 2), c=nn.Linear(3, 2)),
         (3,),
     ),
     "starts_with_relu": (nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)), (2, 2)),
@@ -384,9 +382,7 @@ def test_residual_stages_and_skip_edges() -> None:
     assert [end for end in ends if end[1] - end[0] > 1] == [(0, 3), (3, 5), (4, 7), (7, 9), (8, 11)]
     assert {(0, 1), (3, 4)} <= set(ends)
     # Block 1 reads the sum of block 0 in its shortcut and its first norm: the same value, 4 x 8 x 8 elements.
-    shortcut, first = (
-        next(e for e in network.edges if (e.source, e.target) == end) for end in [(3, 4), (3, 5)]
-    )
+    shortcut, first = (next(e for e in network.edges if (e.source, e.target) == end) for end in [(3, 4), (3, 5)])
     assert shortcut.values == first.values
     assert shortcut.elements == shortcut.gradient_elements == 256
 
@@ -512,10 +508,7 @@ def test_faults_of_a_list_are_told_all_at_once() -> None:
 
 def test_order_of_a_list() -> None:
     message = in_list(["flatten", "features", "classifier"])
-    assert (
-        "model.partition = flatten: it reads from 'features', which must stand before it in the list"
-        in message
-    )
+    assert "model.partition = flatten: it reads from 'features', which must stand before it in the list" in message
 
 
 def test_a_list_may_be_neither_empty_nor_name_empty_modules() -> None:
@@ -702,7 +695,9 @@ def test_refusals(name: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_tied_parameters_are_refused_within_a_stage_too() -> None:
     module = nn.Sequential(_tied(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
-    assert "the parameter '0.0.weight' is shared by 0.0 (stage 0) and 0.2 (stage 0)" in refused(module, (2,), partition=["0"])
+    assert "the parameter '0.0.weight' is shared by 0.0 (stage 0) and 0.2 (stage 0)" in refused(
+        module, (2,), partition=["0"]
+    )
 
 
 def test_losses() -> None:
@@ -718,9 +713,7 @@ def test_losses() -> None:
 # --- factories ----------------------------------------------------------------------------------------------
 
 
-def build(
-    factory: str, arguments: dict[str, Any] | None = None, base: Path | None = None, seed: int = 0
-) -> nn.Module:
+def build(factory: str, arguments: dict[str, Any] | None = None, base: Path | None = None, seed: int = 0) -> nn.Module:
     return build_model(factory, arguments or {}, base=base, where=WHERE, seed=seed)
 
 
@@ -739,8 +732,7 @@ def test_a_seed_gives_the_same_float32_weights() -> None:
 
 def test_a_file_beside_the_workload(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
-        "from torch import nn\n\ndef small(width=2):\n    return nn.Linear(width, 1)\n\n"
-        "def wrong():\n    return 7\n"
+        "from torch import nn\n\ndef small(width=2):\n    return nn.Linear(width, 1)\n\ndef wrong():\n    return 7\n"
     )
     assert isinstance(build("model.py:small", {"width": 3}, tmp_path), nn.Linear)
     with pytest.raises(UserError, match=r"has no function 'smal'; it has small, wrong"):

@@ -26,6 +26,14 @@ def _is_finite(value: float) -> float:
     return value
 
 
+def _is_name(value: str) -> str:
+    if not value:
+        raise ValueError("Input should not be empty")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+
 Count = Annotated[int, Field(ge=1)]
 """A number of things there is at least one of."""
 
@@ -34,4 +42,5 @@ Rate = Annotated[float, Field(gt=0), AfterValidator(_is_number)]
 
 Positive = Annotated[float, Field(gt=0), AfterValidator(_is_number), AfterValidator(_is_finite)]
 NonNegative = Annotated[float, Field(ge=0), AfterValidator(_is_number), AfterValidator(_is_finite)]
+Finite = Annotated[float, AfterValidator(_is_number), AfterValidator(_is_finite)]
 Fraction = Annotated[float, Field(gt=0, lt=1), AfterValidator(_is_number)]

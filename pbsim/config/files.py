@@ -20,6 +20,10 @@ from pbsim.errors import Problem, UserError, user_error
 
 T = TypeVar("T", bound=Table)
 FOLDERS: dict[type[Table], str] = {Hardware: "hwconfigs", Workload: "workloads"}
+KEYS_OF_A_KIND = {  # in tables whose `kind` decides which further keys there are
+    "decay": ("at", "factor", "power"),
+    "datapath": ("macs_per_cycle", "overhead_cycles"),
+}
 TABLES: dict[str, type[Table]] = {"hardware": Hardware, "workload": Workload, "run": Settings}
 
 
@@ -121,14 +125,24 @@ def problems_of(kind: type[Table], error: ValidationError, source: Source) -> li
             allowed = f"should be one of {item['ctx']['expected_tags']}"
         elif item["type"] == "union_tag_not_found":
             value, allowed = repr(item["input"]), f"needs the key {item['ctx']['discriminator']}"
+        elif item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+            value, allowed = repr(item["input"]), "should be a table"
         else:
             value = repr(item["input"])
             allowed = item["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
         gathered.setdefault(key, (value, []))[1].append(allowed)
+    within = [key for key in gathered if not any(other.startswith(f"{key}[") for other in gathered)]
     return [
-        Problem("--set" if key in source.overrides else source.where, key, value, _join(allowed))
-        for key, (value, allowed) in gathered.items()
+        Problem(
+            "--set" if _is_overridden(key, source) else source.where, key, gathered[key][0], _join(gathered[key][1])
+        )
+        for key in within
     ]
+
+
+def _is_overridden(key: str, source: Source) -> bool:
+    """Whether a key, or a table or list that it stands in, was given by `--set`."""
+    return any(key == given or key.startswith((f"{given}.", f"{given}[")) for given in source.overrides)
 
 
 def _join(alternatives: list[str]) -> str:
@@ -154,19 +168,26 @@ def _is_union_name(part: int | str) -> bool:
 
 def _suggestion(kind: type[Table], location: tuple[int | str, ...]) -> str:
     model: type[BaseModel] | None = kind
-    for part in location[:-1]:
-        model = _member(model, str(part)) if model else None
+    parts = [str(part) for part in location[:-1]]
+    while parts and model is not None:
+        members = _members(model, parts[0])
+        tagged = [m for m in members if len(parts) > 1 and parts[1] in _tags(m)]
+        model, parts = (tagged[0], parts[2:]) if tagged else (members[0] if len(members) == 1 else None, parts[1:])
     known = list(model.model_fields) if model else []
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
 
 
-def _member(model: type[BaseModel], part: str) -> type[BaseModel] | None:
-    """The model behind a field, or, for a tagged union, the member whose tag `part` is."""
+def _members(model: type[BaseModel], part: str) -> list[type[BaseModel]]:
+    """The tables that may stand under a key: one, or the alternatives of a tagged union."""
     annotation = model.model_fields[part].annotation if part in model.model_fields else None
     candidates = [annotation, *get_args(annotation)]
-    found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-    return found[0] if len(found) == 1 else None
+    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+
+
+def _tags(model: type[BaseModel]) -> tuple[str, ...]:
+    """The values of `kind` by which a tagged union chooses this table."""
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -> None:
@@ -177,13 +198,14 @@ def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -
     problems = []
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
-        parts = path.strip().split(".")
+        path, text = path.strip(), text.strip()
+        parts = path.split(".")
         owners = [name for name in sources if parts[0] == name and _accepts(TABLES[name], parts[1:])]
         if owners:
             parts = parts[1:]
         else:
             owners = [name for name in sources if _accepts(TABLES[name], parts)]
-        if not equals or not path.strip():
+        if not equals or not path:
             problems.append(Problem("--set", assignment, "", "should be key.path=value"))
         elif not owners:
             problems.append(Problem("--set", path, text, f"no such key{_closest(path, sources)}"))
@@ -191,8 +213,11 @@ def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -
             options = ", ".join(f"{name}.{path}" for name in owners)
             problems.append(Problem("--set", path, text, f"stands in more than one place: write one of {options}"))
         else:
-            assign(sources[owners[0]].document, parts, toml_value(text), path)
-            sources[owners[0]].overrides.add(".".join(parts))
+            source, value = sources[owners[0]], toml_value(text)
+            if parts == ["data", "path"] and isinstance(value, str):
+                value = str(Path(value).expanduser().absolute())  # a path from a shell starts where the shell is
+            assign(source.document, parts, value, path)
+            source.overrides.add(".".join(parts))
     if problems:
         raise UserError(problems)
 
@@ -202,28 +227,23 @@ def _accepts(model: type[BaseModel], parts: Sequence[str]) -> bool:
         return False
     if len(parts) == 1:
         return True
-    annotation = model.model_fields[parts[0]].annotation
-    member = _member(model, parts[0])
-    if member is not None:
-        return _accepts(member, parts[1:]) or member.model_config.get("extra") == "allow"
-    members = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+    members = _members(model, parts[0])
     if members:
-        return any(_accepts(a, parts[1:]) for a in members)
-    return "dict" in str(annotation)
+        return any(_accepts(m, parts[1:]) or m.model_config.get("extra") == "allow" for m in members)
+    return "dict" in str(model.model_fields[parts[0]].annotation)
 
 
 def _closest(path: str, sources: Mapping[str, Source]) -> str:
     known = [key for name in sources for key in _all_keys(TABLES[name])]
-    close = difflib.get_close_matches(path, known, n=1) or [k for k in known if k.split(".")[-1] == path][:1]
+    close = [k for k in known if k.split(".")[-1] == path][:1] or difflib.get_close_matches(path, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    for name, info in model.model_fields.items():
+    for name in model.model_fields:
         yield prefix + name
-        for candidate in (info.annotation, *get_args(info.annotation)):
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                yield from _all_keys(candidate, f"{prefix}{name}.")
+        for member in _members(model, name):
+            yield from _all_keys(member, f"{prefix}{name}.")
 
 
 def assign(document: dict[str, Any], parts: Sequence[str], value: Any, key: str) -> None:
@@ -234,6 +254,9 @@ def assign(document: dict[str, Any], parts: Sequence[str], value: Any, key: str)
             raise user_error("--set", key, value, f"{part} is not a table here")
         document[part] = dict(inner)
         document = document[part]
+    if parts[-1] == "kind" and document.get("kind") not in (None, value):
+        for other in KEYS_OF_A_KIND.get(parts[-2], ()):  # another kind has other keys: those of the old one go
+            document.pop(other, None)
     document[parts[-1]] = value
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pbsim.config.base import Count, NonNegative, Positive, Rate, Table
+from pbsim.config.base import Count, Name, NonNegative, Positive, Rate, Table
 
 DATATYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -104,20 +104,20 @@ class EnergyEntry(Table):
     """Energy of one action, with where the figure comes from."""
 
     pj: NonNegative
-    source: Annotated[str, Field(min_length=1)]
+    source: Name
 
 
 class Energy(Table, extra="allow"):
     """Energy per action: a named table, or inline entries `action = { pj = ..., source = "..." }`."""
 
     __pydantic_extra__: dict[str, EnergyEntry]
-    table: Annotated[str, Field(min_length=1)] | None = None
+    table: Name | None = None
 
 
 class Hardware(Table):
     """A hardware file."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     clock_ghz: Positive
     datatype: Literal["float16", "bfloat16", "float32", "float64"] = "float16"
     """Of the hardware's bytes; the numerics have a precision of their own."""

@@ -7,13 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from pbsim.config.base import Count, Fraction, NonNegative, Positive, Table
+from pbsim.config.base import Count, Finite, Fraction, Name, NonNegative, Positive, Table
+
+
+def _is_factory(text: str) -> str:
+    if not re.fullmatch(r".+:[A-Za-z_]\w*", text):
+        raise ValueError("Input should be 'module:function' or 'path/to/file.py:function'")
+    return text
 
 
 class Model(Table):
     """The network."""
 
-    factory: Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
+    factory: Annotated[str, AfterValidator(_is_factory)]
     """`module:function` or `path/to/file.py:function`, which returns a `torch.nn.Module`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
@@ -24,7 +30,7 @@ class Model(Table):
 class Normalize(Table):
     """Per-channel normalization: `(x - mean) / std`."""
 
-    mean: list[float]
+    mean: list[Finite]
     std: list[Positive]
 
     @model_validator(mode="after")
@@ -123,7 +129,7 @@ class Training(Table):
     """Whether lr and momentum are scaled to the method's batch (DESIGN.md 5.7), or used as they stand."""
     optimizer: Literal["sgd"] = "sgd"
     nesterov: bool = False
-    exempt: list[Annotated[str, Field(min_length=1)]] = []
+    exempt: list[Name] = []
     """Parameters without weight decay, as shell patterns of torch names (`*.bias`)."""
     evaluate_every_epochs: Positive = 1.0
     """How often the test set is evaluated within the run; after the last sample it always is."""
@@ -132,7 +138,7 @@ class Training(Table):
 class Workload(Table):
     """A workload file."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     model: Model
     data: Data
     loss: Loss = Loss()

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from pbsim.config.hardware import Core, UnitDatapath, VectorDatapath
 from pbsim.network.network import Network, Operator, Stage
@@ -38,7 +37,12 @@ class Cycles:
         return self.compute + self.vector + self.sram + self.overhead
 
     def __add__(self, other: Cycles) -> Cycles:
-        return Cycles(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
+        return Cycles(
+            self.compute + other.compute,
+            self.vector + other.vector,
+            self.sram + other.sram,
+            self.overhead + other.overhead,
+        )
 
     def at_least(self, minimum: int) -> Cycles:
         """The same, padded with overhead to a minimum."""
@@ -170,8 +174,3 @@ def ceil_div(amount: int, per_cycle: int) -> int:
 def transfer_cycles(amount_bytes: int, bytes_per_cycle: float) -> int:
     """Whole cycles to move bytes at a rate; none at an infinite rate."""
     return math.ceil(amount_bytes / bytes_per_cycle)
-
-
-def describe(cycles: Cycles) -> dict[str, Any]:
-    """The terms and their total, for tables."""
-    return {**cycles.__dict__, "total": cycles.total}

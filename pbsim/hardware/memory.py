@@ -48,7 +48,7 @@ class Ledger:
         self._core_total = [0] * machine.stages
         self._machine_total = 0
         self._cycle = 0
-        self._touched: set[int] = set()
+        self._grown: list[tuple[int, int]] = []
         for core in machine.cores:
             self.add(0, core.stage, Category.WEIGHTS, core.memory.weights)
             self.add(0, core.stage, Category.MOMENTUM, core.memory.momentum)
@@ -56,28 +56,27 @@ class Ledger:
 
     def add(self, cycle: int, core: int, category: int, size: int) -> None:
         """Take `size` bytes at a cycle (or give them back, where negative); cycles never go back."""
-        if not size:
-            return
         if cycle != self._cycle:
             self.settle()
             self._cycle = cycle
-        self.current[core][category] += size
-        self._core_total[core] += size
-        self._machine_total += size
-        self._touched.add(core)
+        if size:
+            self.current[core][category] += size
+            self._core_total[core] += size
+            self._machine_total += size
+            if size > 0:
+                self._grown.append((core, category))
 
     def settle(self) -> None:
-        """The cycle is over: note the levels of the cores that it changed."""
-        for core in self._touched:
-            peak = self.peak[core]
-            for category, level in enumerate(self.current[core]):
-                if level > peak[category]:
-                    peak[category] = level
+        """The cycle is over: note the levels of what has grown in it."""
+        for core, category in self._grown:
+            level = self.current[core][category]
+            if level > self.peak[core][category]:
+                self.peak[core][category] = level
             if self._core_total[core] > self.core_peak[core]:
                 self.core_peak[core] = self._core_total[core]
         if self._machine_total > self.machine_peak:
             self.machine_peak = self._machine_total
-        self._touched.clear()
+        self._grown.clear()
 
     def leftovers(self) -> list[tuple[int, Category, int]]:
         """What is held beyond weights and optimizer state, or missing: empty after a drain."""

@@ -107,7 +107,8 @@ class Run:
 
         weights = self.path / "weights.safetensors"
         if not weights.is_file():
-            raise user_error(str(self.path), "weights.safetensors", "", "is not there: the run was of timing alone")
+            why = ": the run was of timing alone" if self.summary["timing_only"] else ""
+            raise user_error(str(self.path), "weights.safetensors", "", f"is not there{why}")
         settings, model = self.config["run"], self.config["workload"]["model"]
         if "model" in settings["handed_in"]:
             raise user_error(
@@ -147,6 +148,10 @@ def open_run(path: str | Path) -> Run:
     folder = Path(path)
     if not (folder / "summary.json").is_file():
         raise user_error(str(folder), "", "", "is not a run directory: it has no summary.json")
+    try:
+        json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise user_error(str(folder / "summary.json"), "", "", f"is not valid JSON: {error}") from None
     missing = [f"{name}.parquet" for name in TABLES if not (folder / f"{name}.parquet").is_file()]
     missing += [] if (folder / "config.toml").is_file() else ["config.toml"]
     if missing:

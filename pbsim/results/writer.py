@@ -117,6 +117,7 @@ class RunWriter:
     def weights(self, name: str, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Write weights under their torch names."""
         save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, self.folder / name)
+        (self.folder / name).chmod(0o644)  # as every other file; safetensors keeps it to its owner
 
     def text(self, name: str, text: str) -> None:
         """Write a text file."""

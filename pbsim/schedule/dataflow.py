@@ -26,7 +26,6 @@ from pbsim.schedule.timing import (
     Recorder,
     Timing,
     UnitCycles,
-    cycles,
     fire,
 )
 from pbsim.schedule.trace import Op
@@ -71,7 +70,7 @@ class DataflowFabric:
         self.ready.append((message.source, message.sample, message.target, message))
 
     def _admit(self, _: simpy.Event) -> None:
-        now = cycles(self.env)
+        now = self.env.now
         self.ready.sort(key=lambda item: item[:3])
         for source, sample, target, message in self.ready:
             start = self.links.admit(message.path, now, message.serialisation, message.size)
@@ -126,11 +125,11 @@ class DataflowUnit:
 
     def sleep(self) -> Process:
         """Wait until something arrives; account for the wait by what is missing."""
-        since = cycles(self.core.env)
+        since = self.core.env.now
         starved = not (self.forwards and self.core.forward_ready)
         self.asleep = self.core.env.event()
         yield self.asleep
-        waited = cycles(self.core.env) - since
+        waited = self.core.env.now - since
         if not self.started:
             self.usage.idle += waited
         elif starved:
@@ -171,7 +170,7 @@ class DataflowCore(CoreState):
 
     def forward(self, unit: DataflowUnit) -> Process:
         """F of the oldest ready sample: read the weights as they are, compute, pass the result on."""
-        sample, now = heappop(self.forward_ready), cycles(self.env)
+        sample, now = heappop(self.forward_ready), self.env.now
         self.begin_forward()
         if self.stage == 0:
             self.model.input_slot_free()
@@ -184,13 +183,13 @@ class DataflowCore(CoreState):
 
     def backward(self, unit: DataflowUnit) -> Process:
         """Bx, Bw and U of the oldest ready sample, back to back; the gradients leave at the end of Bx."""
-        sample, now = heappop(self.backward_ready), cycles(self.env)
+        sample, now = heappop(self.backward_ready), self.env.now
         row, stage, usage = self.model.recorder.row, self.stage, unit.usage
         row(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, self.version)
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
         yield from self.emit(unit, self.incoming, True, sample)
-        now = cycles(self.env)
+        now = self.env.now
         computed = now + self.weight_gradient_cycles
         updated = computed + self.update_cycles
         self.begin_weight_gradient()
@@ -219,11 +218,11 @@ class DataflowCore(CoreState):
             elif unrivalled and self.free_slots:
                 self._enter_slot(message)
             else:
-                since, granted = cycles(self.env), self.env.event()
+                since, granted = self.env.now, self.env.event()
                 heappush(self.waiting, (since, sample, message.target, message, granted))
                 self._grant_later()
                 yield granted
-                unit.usage.stall_output += cycles(self.env) - since
+                unit.usage.stall_output += self.env.now - since
 
     def _enter_slot(self, message: Message) -> None:
         self.free_slots -= 1
@@ -310,7 +309,7 @@ class DataflowPipeline:
 
     def _host(self) -> Process:
         for sample in range(self.timing.samples):
-            now = cycles(self.env)
+            now = self.env.now
             self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, sample)
             yield self.env.timeout(self.machine.host_cycles)
             self.cores[0].book(Category.INPUT_BUFFER, self.machine.host_bytes)
@@ -325,7 +324,7 @@ class DataflowPipeline:
     def finished(self, unit: DataflowUnit) -> None:
         """A unit has run its last operation."""
         self.unfinished.discard(unit)
-        self.finished_at[unit] = cycles(self.env)
+        self.finished_at[unit] = self.env.now
 
     def close(self) -> None:
         """Complete the accounts at the end; raises `DeadlockError` if the machine stopped before it was done."""

@@ -15,7 +15,7 @@ import simpy
 
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
-from pbsim.schedule.timing import CHOOSE, CoreState, Recorder, Timing, UnitCycles, cycles, fire
+from pbsim.schedule.timing import CHOOSE, CoreState, Recorder, Timing, UnitCycles, fire
 from pbsim.schedule.trace import Op
 
 Process = Generator[simpy.Event, object, None]
@@ -113,13 +113,13 @@ class LockstepPipeline:
         """The story of a step: all compute, all send, everything arrives, the next step begins."""
         for step in range(self.steps):
             yield self.env.timeout(self.compute_cycles)
-            now, messages = cycles(self.env), self.messages(step)
+            now, messages = self.env.now, self.messages(step)
             for message in messages:
                 self._send(message, step, now)
             if step + 1 < self.samples:
                 self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, step + 1)
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
-            arrived = cycles(self.env)
+            arrived = self.env.now
             for message in messages:
                 self.timing.ledger.add(arrived, message.source, Category.OUTPUT_BUFFER, -message.size)
                 self.timing.ledger.add(arrived, message.target, Category.INPUT_BUFFER, message.size)
@@ -127,7 +127,7 @@ class LockstepPipeline:
                 self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
             boundary, self._boundary = self._boundary, self.env.event()
             fire(boundary, CHOOSE)
-        self.timing.cycles = cycles(self.env)
+        self.timing.cycles = self.env.now
 
     def _send(self, message: StepMessage, step: int, now: int) -> None:
         sample_of = self.backward_sample if message.backward else self.forward_sample
@@ -147,7 +147,7 @@ class LockstepPipeline:
         forward_usage, backward_usage = usages[0], usages[-1]
         active = {id(usage): [0, 0] for usage in usages}  # first start, last end
         for step in range(self.steps):
-            begin = computed = cycles(self.env)
+            begin = computed = self.env.now
             forward, backward = self.forward_sample(stage, step), self.backward_sample(stage, step)
             if forward is not None:
                 core.begin_forward()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import simpy
-
 from pbsim.hardware.machine import Machine
 from pbsim.schedule.dataflow import DataflowPipeline
 from pbsim.schedule.lockstep import LockstepPipeline
-from pbsim.schedule.timing import Recorder, Timing
+from pbsim.schedule.timing import Clock, Recorder, Timing
 from pbsim.schedule.trace import Chunk
 
 TIMINGS: dict[str, type[DataflowPipeline] | type[LockstepPipeline]] = {
@@ -32,7 +30,7 @@ def run_pipeline(machine: Machine, samples: int, chunk_rows: int = CHUNK_ROWS) -
     DeadlockError : from the chunks, if the machine stops before every sample is done.
     """
     timing = Timing(machine, samples)
-    recorder = Recorder(simpy.Environment(), chunk_rows)
+    recorder = Recorder(Clock(), chunk_rows)
     model: DataflowPipeline | LockstepPipeline = TIMINGS[machine.hardware.pipeline.timing](machine, timing, recorder)
 
     def chunks() -> Iterator[Chunk]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING
 
 import simpy
 from simpy.events import EventPriority
@@ -32,10 +32,17 @@ EVENTS_EXHAUSTED = "No scheduled events left"
 """How SimPy says that a simulation is over while it waits for an event."""
 
 
+class Clock(simpy.Environment):
+    """SimPy's environment, in cycles: all delays are integers, so `now` is one too."""
+
+    if TYPE_CHECKING:
+        now: int
+
+
 class Phase(simpy.Event):
     """An event of the current cycle that comes at a given phase of it."""
 
-    def __init__(self, env: simpy.Environment, priority: EventPriority) -> None:
+    def __init__(self, env: Clock, priority: EventPriority) -> None:
         super().__init__(env)
         fire(self, priority)
 
@@ -80,7 +87,7 @@ class UnitCycles:
 class Recorder:
     """Collects the rows of a trace and stops the clock whenever a chunk is full."""
 
-    def __init__(self, env: simpy.Environment, chunk_rows: int) -> None:
+    def __init__(self, env: Clock, chunk_rows: int) -> None:
         self.env = env
         self.rows: list[int] = []
         self._limit = chunk_rows * len(COLUMNS)
@@ -102,8 +109,8 @@ class Recorder:
                 if not str(error).startswith(EVENTS_EXHAUSTED):
                     raise
                 break
-            yield self._take(cast(int, self.env.now))
-        yield self._take(cast(int, self.env.now) + 1)
+            yield self._take(self.env.now)
+        yield self._take(self.env.now + 1)
 
     def _take(self, until: int) -> Chunk:
         rows, self.rows = self.rows, []
@@ -143,7 +150,7 @@ class Timing:
 class CoreState:
     """What a core keeps, in either timing: versions, samples in flight, and its entries in the memory ledger."""
 
-    def __init__(self, env: simpy.Environment, machine: Machine, timing: Timing, core: MachineCore) -> None:
+    def __init__(self, env: Clock, machine: Machine, timing: Timing, core: MachineCore) -> None:
         self.env, self.stage, self.memory = env, core.stage, core.memory
         self.forward_cycles = core.cycles.forward.total
         self.input_gradient_cycles = core.cycles.input_gradient.total
@@ -160,7 +167,12 @@ class CoreState:
 
     def book(self, category: Category, size: int) -> None:
         """Take or give back memory of this core now."""
-        self._timing.ledger.add(cycles(self.env), self.stage, category, size)
+        self._timing.ledger.add(self.env.now, self.stage, category, size)
+
+    def _book_stash(self, samples: int) -> None:
+        self.book(Category.STASH, samples * self.memory.stash)
+        if self.memory.weight_versions:
+            self.book(Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
 
     def begin_forward(self) -> None:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
@@ -168,8 +180,7 @@ class CoreState:
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
         self.book(Category.INPUT_BUFFER, -self.activation_bytes)
-        self.book(Category.STASH, self.memory.stash)
-        self.book(Category.WEIGHT_VERSIONS, self.memory.weight_versions)
+        self._book_stash(1)
 
     def begin_weight_gradient(self) -> None:
         """Room for the gradient of the weights."""
@@ -179,16 +190,10 @@ class CoreState:
         """A sample has left: its stash, its gradients and, from now, the old weights are gone."""
         self.book(Category.GRADIENTS, -self.memory.gradients)
         self.book(Category.INPUT_BUFFER, -self.gradient_bytes)
-        self.book(Category.STASH, -self.memory.stash)
-        self.book(Category.WEIGHT_VERSIONS, -self.memory.weight_versions)
+        self._book_stash(-1)
         self.version += 1
         self.in_flight -= 1
 
 
 class DeadlockError(UserError):
     """The simulation cannot proceed; the message names who waits for what."""
-
-
-def cycles(env: simpy.Environment) -> int:
-    """The current cycle (all delays are integers, so the clock is one too)."""
-    return cast(int, env.now)
