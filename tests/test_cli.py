@@ -185,7 +185,7 @@ def test_force_does_not_replace_what_is_no_run_directory(pbsim, tmp_path):
         ),
         (("mesh", "digits_mlp", "--set", 'training.exempt=["nope*"]'), ["training.exempt", "linear1.weight"]),
         (("mesh", "digits_mlp", "--samples", "many"), ["--samples", "valid integer"]),
-        (("mesh",), ["Missing argument", "workload"]),
+        (("mesh",), ["Missing argument", "WORKLOAD"]),
         (("mesh", "digits_mlp", "--colour", "red"), ["--colour"]),
     ],
 )

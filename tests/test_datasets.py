@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.random import PCG64, Generator
 from PIL import Image
+from sklearn.datasets import load_digits as sklearn_digits
+from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
 from pbsim.datasets import Dataset, augment_batch, epoch_order, from_user, load, sample_order
@@ -58,6 +60,15 @@ def _no_data_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Digits and random
+
+
+def test_digits_and_their_split_are_those_of_scikit_learn() -> None:
+    pixels, target = sklearn_digits(return_X_y=True)
+    images = (pixels / 16).reshape(-1, 1, 8, 8)
+    split = train_test_split(images, target, test_size=0.2, stratify=target, random_state=0)
+    digits = loaded("digits")
+    for ours, theirs in zip((digits.x_train, digits.x_test, digits.y_train, digits.y_test), split, strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_digits_are_scaled_and_split_with_every_class_in_proportion() -> None:

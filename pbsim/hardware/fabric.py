@@ -72,6 +72,8 @@ class Links:
         while moved:
             moved = False
             for k, link in enumerate(path):
+                if not self._reserved[link]:
+                    continue
                 offset = k * self.hop_cycles
                 for begin, end in self._reserved[link]:
                     if begin < start + offset + serialisation and start + offset < end:

@@ -33,27 +33,21 @@ from pbsim.schedule.trace import Op
 Process = Generator[simpy.Event, object, None]
 
 
-class Message:
-    """A message on its way: which channel, which direction, which sample."""
+class Route:
+    """One direction of a channel: what its messages are like, for every sample."""
 
-    __slots__ = ("backward", "channel", "path", "sample", "serialisation", "size", "source", "target")
-
-    def __init__(self, channel: Channel, backward: bool, sample: int) -> None:
-        self.channel, self.backward, self.sample = channel, backward, sample
+    def __init__(self, channel: Channel, backward: bool) -> None:
+        self.backward = backward
         if backward:
-            self.source, self.target = channel.target, channel.source
-            self.size, self.serialisation, self.path = (
-                channel.gradient_bytes,
-                channel.gradient_serialisation,
-                channel.gradient_path,
-            )
+            self.source, self.target, self.path = channel.target, channel.source, channel.gradient_path
+            self.size, self.serialisation = channel.gradient_bytes, channel.gradient_serialisation
         else:
-            self.source, self.target = channel.source, channel.target
-            self.size, self.serialisation, self.path = (
-                channel.forward_bytes,
-                channel.forward_serialisation,
-                channel.forward_path,
-            )
+            self.source, self.target, self.path = channel.source, channel.target, channel.forward_path
+            self.size, self.serialisation = channel.forward_bytes, channel.forward_serialisation
+
+
+Message = tuple[Route, int]
+"""A message on its way: its route, and the sample it belongs to."""
 
 
 class DataflowFabric:
@@ -61,37 +55,36 @@ class DataflowFabric:
 
     def __init__(self, model: DataflowPipeline) -> None:
         self.model, self.env, self.links = model, model.env, model.timing.links
-        self.ready: list[tuple[int, int, int, Message]] = []
+        self.ready: list[tuple[int, int, int, Route]] = []
 
-    def post(self, message: Message) -> None:
-        """A message has entered its core's output buffer and is ready to leave."""
+    def post(self, route: Route, sample: int, *, alone: bool) -> None:
+        """A message has entered its core's output buffer and is ready to leave.
+
+        `alone` promises that its core posts no other message in this cycle.
+        """
+        if alone and not self.ready and self.env.quiet():
+            self._admit(route, sample)
+            return
         if not self.ready:
-            Phase(self.env, ADMIT).callbacks.append(self._admit)
-        self.ready.append((message.source, message.sample, message.target, message))
+            Phase(self.env, ADMIT).callbacks.append(self._admit_ready)
+        self.ready.append((route.source, sample, route.target, route))
 
-    def _admit(self, _: simpy.Event) -> None:
-        now = self.env.now
-        self.ready.sort(key=lambda item: item[:3])
-        for source, sample, target, message in self.ready:
-            start = self.links.admit(message.path, now, message.serialisation, message.size)
-            left = start + message.serialisation
-            arrival = left + len(message.path) * self.links.hop_cycles
-            self.model.recorder.row(start, arrival, source, Op.SEND, sample, -1, target)
-            if message.serialisation:
-                self._later(left - now, self._leave, message)
-            self._later(arrival - now, self._arrive, message)
+    def _admit_ready(self, _: simpy.Event) -> None:
+        for _source, sample, _target, route in sorted(self.ready, key=lambda item: item[:3]):
+            self._admit(route, sample)
         self.ready.clear()
+
+    def _admit(self, route: Route, sample: int) -> None:
+        now, hold = self.env.now, route.serialisation
+        start = self.links.admit(route.path, now, hold, route.size)
+        arrival = start + hold + len(route.path) * self.links.hop_cycles
+        self.model.recorder.row(start, arrival, route.source, Op.SEND, sample, -1, route.target)
+        if hold:
+            self._later(start + hold - now, self.model.cores[route.source].output_left, (route, sample))
+        self._later(arrival - now, self.model.cores[route.target].arrived, (route, sample))
 
     def _later(self, delay: int, action: Callable[[simpy.Event], None], message: Message) -> None:
         self.env.timeout(delay, message).callbacks.append(action)
-
-    def _leave(self, event: simpy.Event) -> None:
-        message = cast(Message, event.value)
-        self.model.cores[message.source].output_left(message)
-
-    def _arrive(self, event: simpy.Event) -> None:
-        message = cast(Message, event.value)
-        self.model.cores[message.target].arrived(message)
 
 
 class DataflowUnit:
@@ -120,7 +113,8 @@ class DataflowUnit:
             else:
                 yield from core.backward(self)
                 self.remaining -= 1
-            yield Phase(env, CHOOSE)
+            if not env.quiet():
+                yield Phase(env, CHOOSE)
         core.model.finished(self)
 
     def sleep(self) -> Process:
@@ -154,7 +148,10 @@ class DataflowCore(CoreState):
         self.free_slots = model.machine.hardware.pipeline.output_slots
         self.forward_ready: list[int] = []
         self.backward_ready: list[int] = []
-        self.waiting: list[tuple[int, int, int, Message, simpy.Event]] = []
+        self._results = [Route(channel, backward=False) for channel in self.outgoing]
+        self._passed_back = [Route(channel, backward=True) for channel in self.incoming]
+        self._enough_slots = len(self.incoming) + len(self.outgoing) if model.machine.split else 1
+        self.waiting: list[tuple[int, int, int, Route, simpy.Event]] = []
         self._granting = False
         self.units: list[DataflowUnit] = []
         self._activations: dict[int, int] = {}
@@ -177,8 +174,9 @@ class DataflowCore(CoreState):
         self.model.recorder.row(now, now + self.forward_cycles, self.stage, Op.FORWARD, sample, self.version)
         yield self.env.timeout(self.forward_cycles)
         unit.usage.forward += self.forward_cycles
-        yield from self.emit(unit, self.outgoing, False, sample)
-        if not self.outgoing:
+        if self._results:
+            yield from self.emit(unit, self._results, sample)
+        else:
             self._backward_is_ready(sample)
 
     def backward(self, unit: DataflowUnit) -> Process:
@@ -188,7 +186,8 @@ class DataflowCore(CoreState):
         row(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, self.version)
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
-        yield from self.emit(unit, self.incoming, True, sample)
+        if self._passed_back:
+            yield from self.emit(unit, self._passed_back, sample)
         now = self.env.now
         computed = now + self.weight_gradient_cycles
         updated = computed + self.update_cycles
@@ -203,31 +202,29 @@ class DataflowCore(CoreState):
         self.end_update()
         self._wake()
 
-    def emit(self, unit: DataflowUnit, channels: list[Channel], backward: bool, sample: int) -> Process:
+    def emit(self, unit: DataflowUnit, routes: list[Route], sample: int) -> Process:
         """Put a result's messages into the output buffer, one after the other; the unit waits for a free slot.
 
         A message that holds no link for any cycle needs no slot. With split units the other unit may want one in the
         same cycle: unless there are enough for both, slots are granted once every completion has come.
         """
-        enough = 1 if len(self.units) == 1 else len(self.incoming) + len(self.outgoing)
-        unrivalled = self.free_slots >= enough and not self.waiting
-        for channel in channels:
-            message = Message(channel, backward, sample)
-            if not message.serialisation:
-                self.model.fabric.post(message)
+        unrivalled = self.free_slots >= self._enough_slots and not self.waiting
+        for route in routes:
+            if not route.serialisation:
+                self.model.fabric.post(route, sample, alone=len(routes) == 1)
             elif unrivalled and self.free_slots:
-                self._enter_slot(message)
+                self._enter_slot(route, sample, alone=len(routes) == 1)
             else:
                 since, granted = self.env.now, self.env.event()
-                heappush(self.waiting, (since, sample, message.target, message, granted))
+                heappush(self.waiting, (since, sample, route.target, route, granted))
                 self._grant_later()
                 yield granted
                 unit.usage.stall_output += self.env.now - since
 
-    def _enter_slot(self, message: Message) -> None:
+    def _enter_slot(self, route: Route, sample: int, *, alone: bool) -> None:
         self.free_slots -= 1
-        self.book(Category.OUTPUT_BUFFER, message.size)
-        self.model.fabric.post(message)
+        self.book(Category.OUTPUT_BUFFER, route.size)
+        self.model.fabric.post(route, sample, alone=alone)
 
     def _grant_later(self) -> None:
         if self.waiting and self.free_slots and not self._granting:
@@ -237,28 +234,32 @@ class DataflowCore(CoreState):
     def _grant(self, _: simpy.Event) -> None:
         """Give a free slot to the message that has waited longest, of those to the oldest sample's."""
         self._granting = False
-        *_since_sample_target, message, granted = heappop(self.waiting)
-        self._enter_slot(message)
+        _since, sample, _target, route, granted = heappop(self.waiting)
+        self._enter_slot(route, sample, alone=False)
         granted.succeed()
         self._grant_later()
 
-    def output_left(self, message: Message) -> None:
+    def output_left(self, event: simpy.Event) -> None:
         """A message's last byte has left, and its slot is free."""
+        route, _ = cast(Message, event.value)
         self.free_slots += 1
-        self.book(Category.OUTPUT_BUFFER, -message.size)
+        self.book(Category.OUTPUT_BUFFER, -route.size)
         self._grant_later()
 
-    def arrived(self, message: Message) -> None:
+    def arrived(self, event: simpy.Event) -> None:
         """A message has come in: a sample may have become ready."""
-        self.book(Category.INPUT_BUFFER, message.size)
-        if message.backward:
-            if self._complete(self._gradients, message.sample, len(self.outgoing)):
-                self._backward_is_ready(message.sample)
-        elif self._complete(self._activations, message.sample, len(self.incoming)):
-            self.forward_is_ready(message.sample)
+        route, sample = cast(Message, event.value)
+        self.book(Category.INPUT_BUFFER, route.size)
+        if route.backward:
+            if self._complete(self._gradients, sample, len(self.outgoing)):
+                self._backward_is_ready(sample)
+        elif self._complete(self._activations, sample, len(self.incoming)):
+            self.forward_is_ready(sample)
 
     @staticmethod
     def _complete(counts: dict[int, int], sample: int, needed: int) -> bool:
+        if needed == 1:
+            return True
         count = counts.pop(sample, 0) + 1
         if count < needed:
             counts[sample] = count

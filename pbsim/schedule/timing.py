@@ -38,6 +38,10 @@ class Clock(simpy.Environment):
     if TYPE_CHECKING:
         now: int
 
+    def quiet(self) -> bool:
+        """Whether nothing else happens in this cycle: then a later phase of it may as well come now."""
+        return self.peek() > self.now
+
 
 class Phase(simpy.Event):
     """An event of the current cycle that comes at a given phase of it."""
@@ -163,36 +167,36 @@ class CoreState:
         self.gradient_bytes = sum(c.gradient_bytes for c in self.outgoing)
         self.version = 0
         self.in_flight = 0
-        self._timing = timing
+        self._timing, self._add = timing, timing.ledger.add
 
     def book(self, category: Category, size: int) -> None:
         """Take or give back memory of this core now."""
-        self._timing.ledger.add(self.env.now, self.stage, category, size)
-
-    def _book_stash(self, samples: int) -> None:
-        self.book(Category.STASH, samples * self.memory.stash)
-        if self.memory.weight_versions:
-            self.book(Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
+        self._add(self.env.now, self.stage, category, size)
 
     def begin_forward(self) -> None:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
         self.in_flight += 1
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
-        self.book(Category.INPUT_BUFFER, -self.activation_bytes)
+        self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
         self._book_stash(1)
 
     def begin_weight_gradient(self) -> None:
         """Room for the gradient of the weights."""
-        self.book(Category.GRADIENTS, self.memory.gradients)
+        self._add(self.env.now, self.stage, Category.GRADIENTS, self.memory.gradients)
 
     def end_update(self) -> None:
         """A sample has left: its stash, its gradients and, from now, the old weights are gone."""
-        self.book(Category.GRADIENTS, -self.memory.gradients)
-        self.book(Category.INPUT_BUFFER, -self.gradient_bytes)
+        self._add(self.env.now, self.stage, Category.GRADIENTS, -self.memory.gradients)
+        self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.gradient_bytes)
         self._book_stash(-1)
         self.version += 1
         self.in_flight -= 1
+
+    def _book_stash(self, samples: int) -> None:
+        self._add(self.env.now, self.stage, Category.STASH, samples * self.memory.stash)
+        if self.memory.weight_versions:
+            self._add(self.env.now, self.stage, Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
 
 
 class DeadlockError(UserError):
