@@ -153,7 +153,12 @@ def _lockstep(machine: Machine, samples: int) -> Result:
     for start, end, stage, op, sample in operations:
         unit = "shared" if not machine.split else "forward" if op == F else "backward"
         spent[stage, unit][start:end] = [NAMES[op]] * (end - start)
-        rows.append((start, end, stage, op, sample, _version(operations, start, end, stage, op, sample), -1))
+        if machine.stash_weights and op in (BX, BW):  # a backward has the weights of its own forward
+            start_of_read = next(at for at, _, s, o, i in operations if (s, o, i) == (stage, F, sample))
+            version = _version(operations, start_of_read, end, stage, F, sample)
+        else:
+            version = _version(operations, start, end, stage, op, sample)
+        rows.append((start, end, stage, op, sample, version, -1))
     return Result(sorted(rows), length * len(steps), {key: account(what) for key, what in spent.items()})
 
 
@@ -207,6 +212,7 @@ class _Core:
     version: int = 0
     in_flight: int = 0
     read: dict[int, int] = field(default_factory=dict)  # by sample, the version that its Bx read
+    forwards: dict[int, int] = field(default_factory=dict)  # by sample, the version that its F read
     activations: Counter[int] = field(default_factory=Counter)
     gradients: Counter[int] = field(default_factory=Counter)
     forward_ready: set[int] = field(default_factory=set)
@@ -326,7 +332,9 @@ class _Dataflow:
             op, sample = unit.doing, unit.sample
             unit.until = self.cycle + durations(self.machine, core.stage)[op]
             if op == BX:
-                core.read[sample] = core.version
+                core.read[sample] = core.forwards.pop(sample) if self.machine.stash_weights else core.version
+            elif op == F:
+                core.forwards[sample] = core.version
             version = {F: core.version, U: core.version + 1}.get(op, core.read.get(sample, -1))
             self.rows.append((self.cycle, unit.until, core.stage, op, sample, version, -1))
 

@@ -137,5 +137,6 @@ def cases(draw: st.DrawFn, **changes: object) -> Case:
     }
     table = {key: changes[key] if key in changes else draw(values) for key, values in keys.items()}
     net = chain(stages, elements=sizes, skips=skips, tokens=tokens)
-    built = with_cycles(machine(net, "lockstep_ideal", **table), cycles)
+    rule = UpdateRule(RECIPE, stash_weights=draw(st.booleans()))
+    built = with_cycles(machine(net, "lockstep_ideal", rule, **table), cycles)
     return Case(net, built, draw(st.integers(1, 8)))

@@ -70,13 +70,17 @@ class Channel:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine, ready to be scheduled."""
+    """The machine, ready to be scheduled.
+
+    `stash_weights` says whether a backward reads the version that its own forward read.
+    """
 
     hardware: Hardware
     cores: tuple[MachineCore, ...]
     channels: tuple[Channel, ...]
     host_bytes: int
     host_cycles: int
+    stash_weights: bool
 
     @property
     def stages(self) -> int:
@@ -136,7 +140,7 @@ def build_machine(hardware: Hardware, network: Network, rule: UpdateRule, where:
         )
     host_bytes = size * _elements(network.shapes[network.input_value])
     host_cycles = transfer_cycles(host_bytes, hardware.host.bytes_per_cycle)
-    return Machine(hardware, tuple(cores), tuple(channels), host_bytes, host_cycles)
+    return Machine(hardware, tuple(cores), tuple(channels), host_bytes, host_cycles, rule.stash_weights)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

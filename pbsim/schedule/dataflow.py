@@ -168,7 +168,7 @@ class DataflowCore(CoreState):
     def forward(self, unit: DataflowUnit) -> Process:
         """F of the oldest ready sample: read the weights as they are, compute, pass the result on."""
         sample, now = heappop(self.forward_ready), self.env.now
-        self.begin_forward()
+        self.begin_forward(sample)
         if self.stage == 0:
             self.model.input_slot_free()
         self.model.recorder.row(now, now + self.forward_cycles, self.stage, Op.FORWARD, sample, self.version)
@@ -183,7 +183,8 @@ class DataflowCore(CoreState):
         """Bx, Bw and U of the oldest ready sample, back to back; the gradients leave at the end of Bx."""
         sample, now = heappop(self.backward_ready), self.env.now
         row, stage, usage = self.model.recorder.row, self.stage, unit.usage
-        row(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, self.version)
+        version = self.backward_version(sample)
+        row(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, version)
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
         if self._passed_back:
@@ -192,7 +193,7 @@ class DataflowCore(CoreState):
         computed = now + self.weight_gradient_cycles
         updated = computed + self.update_cycles
         self.begin_weight_gradient()
-        row(now, computed, stage, Op.WEIGHT_GRADIENT, sample, self.version)
+        row(now, computed, stage, Op.WEIGHT_GRADIENT, sample, version)
         row(computed, updated, stage, Op.UPDATE, sample, self.version + 1)
         if updated > now:
             yield self.env.timeout(updated - now)

@@ -150,7 +150,7 @@ class LockstepPipeline:
             begin = computed = self.env.now
             forward, backward = self.forward_sample(stage, step), self.backward_sample(stage, step)
             if forward is not None:
-                core.begin_forward()
+                core.begin_forward(forward)
                 computed = begin + core.forward_cycles
                 row(begin, computed, stage, Op.FORWARD, forward, core.version)
                 forward_usage.forward += core.forward_cycles
@@ -160,8 +160,9 @@ class LockstepPipeline:
                 gradient = start + core.input_gradient_cycles
                 weights = gradient + core.weight_gradient_cycles
                 end = weights + core.update_cycles
-                row(start, gradient, stage, Op.INPUT_GRADIENT, backward, core.version)
-                row(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, core.version)
+                version = core.backward_version(backward)
+                row(start, gradient, stage, Op.INPUT_GRADIENT, backward, version)
+                row(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version)
                 row(weights, end, stage, Op.UPDATE, backward, core.version + 1)
                 yield self.env.timeout(gradient - begin)
                 core.begin_weight_gradient()

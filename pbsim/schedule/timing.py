@@ -166,6 +166,8 @@ class CoreState:
         self.activation_bytes = host_bytes + sum(c.forward_bytes for c in self.incoming)
         self.gradient_bytes = sum(c.gradient_bytes for c in self.outgoing)
         self.version = 0
+        self._stash_weights = machine.stash_weights
+        self._versions: dict[int, int] = {}
         self.in_flight = 0
         self._timing, self._add = timing, timing.ledger.add
 
@@ -173,13 +175,19 @@ class CoreState:
         """Take or give back memory of this core now."""
         self._add(self.env.now, self.stage, category, size)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, sample: int) -> None:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
+        if self._stash_weights:
+            self._versions[sample] = self.version
         self.in_flight += 1
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
         self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
         self._book_stash(1)
+
+    def backward_version(self, sample: int) -> int:
+        """The version that a backward which starts now reads: the present one, or under stashing its forward's."""
+        return self._versions.pop(sample) if self._stash_weights else self.version
 
     def begin_weight_gradient(self) -> None:
         """Room for the gradient of the weights."""
