@@ -516,9 +516,10 @@ def saved(folder: Path, **changes: Any) -> str:
 def test_npz_values_are_used_as_they_stand(tmp_path: Path) -> None:
     data = loaded("npz", path=saved(tmp_path, note="more keys do no harm"))
     expected = arrays()
-    assert np.array_equal(data.x_train, expected["x_train"].astype(np.float32))
-    assert np.array_equal(data.x_test, expected["x_test"].astype(np.float32))
-    assert (data.x_test.dtype, data.y_train.dtype, data.classes) == (np.float32, np.int64, 5)
+    assert np.array_equal(data.x_train, expected["x_train"])
+    assert np.array_equal(data.x_test, expected["x_test"])  # float64, to the last bit
+    assert (data.x_train.dtype, data.x_test.dtype) == (np.float32, np.float64)
+    assert (data.y_train.dtype, data.classes) == (np.int64, 5)
 
 
 def test_classes_of_an_npz_slice_are_those_of_the_whole_file(tmp_path: Path) -> None:
@@ -529,7 +530,7 @@ def test_classes_of_an_npz_slice_are_those_of_the_whole_file(tmp_path: Path) -> 
 def test_float_targets_are_a_regression(tmp_path: Path) -> None:
     path = saved(tmp_path, y_train=np.ones((6, 2)), y_test=np.zeros((4, 2)))
     data = loaded("npz", path=path)
-    assert (data.y_train.dtype, data.y_train.shape, data.classes) == (np.float32, (6, 2), 0)
+    assert (data.y_train.dtype, data.y_train.shape, data.classes) == (np.float64, (6, 2), 0)
     assert "data.classes" in refusal("npz", path=path, classes=2)
 
 
@@ -596,8 +597,8 @@ def test_a_program_may_hand_over_arrays_or_tensors() -> None:
     from_tensors = from_user([torch.tensor(value).requires_grad_(value.dtype.kind == "f") for value in given.values()])
     for data in (from_dict, from_tuple, from_tensors):
         assert data.classes == 5
-        assert data.x_test.dtype == np.float32
-        assert np.array_equal(data.x_test, given["x_test"].astype(np.float32))
+        assert data.x_test.dtype == np.float64
+        assert np.array_equal(data.x_test, given["x_test"])
         assert data.y_train.tolist() == given["y_train"].tolist()
     assert from_user(from_dict) is from_dict
 
