@@ -137,7 +137,8 @@ def _to_numpy(value: Any) -> Array:
     """Return an array of a tensor, which may be on a device, require gradients, or be of type bfloat16."""
     if hasattr(value, "detach"):
         tensor = value.detach().cpu()
-        value = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        narrow = tensor.is_floating_point() and tensor.itemsize < 4  # numpy knows no bfloat16
+        value = (tensor.float() if narrow else tensor).numpy()
     return np.asarray(value)
 
 
