@@ -103,10 +103,10 @@ def _lockstep(machine: Machine, samples: int) -> Result:
         for channel in machine.channels:
             sample = forwarded(channel.source, step)
             if sample is not None:
-                due.append((channel.source, sample, channel.target, channel.forward_serialisation))
+                due.append((channel.source, sample, channel.target, channel.forward.serialisation))
             sample = backwarded(channel.target, step)
             if sample is not None:
-                due.append((channel.target, sample, channel.source, channel.gradient_serialisation))
+                due.append((channel.target, sample, channel.source, channel.gradient.serialisation))
         wires, sent = Wires(machine.hardware.fabric.hop_cycles), []
         for source, sample, target, serialisation in sorted(due):
             start, _, arrival = wires.send(source, target, 0, serialisation)
@@ -401,9 +401,9 @@ class _Dataflow:
     def results(self, stage: int, sample: int) -> list[_Message]:
         """What a forward sends, to the nearest stage first."""
         channels = sorted((c for c in self.machine.channels if c.source == stage), key=lambda c: c.target)
-        return [_Message(stage, sample, c.target, False, c.forward_serialisation) for c in channels]
+        return [_Message(stage, sample, c.target, False, c.forward.serialisation) for c in channels]
 
     def gradients(self, stage: int, sample: int) -> list[_Message]:
         """What a Bx sends, to the first stage first."""
         channels = sorted((c for c in self.machine.channels if c.target == stage), key=lambda c: c.source)
-        return [_Message(stage, sample, c.source, True, c.gradient_serialisation) for c in channels]
+        return [_Message(stage, sample, c.source, True, c.gradient.serialisation) for c in channels]

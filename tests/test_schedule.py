@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from synthetic import RECIPE, Case, cases, chain, machine, with_cycles
 
 from pbsim.config.workload import ConstantDecay
-from pbsim.hardware import Machine
+from pbsim.hardware import Machine, Route
 from pbsim.hardware.memory import Category, Ledger
 from pbsim.numerics.order import BACKWARD, FORWARD, UPDATE, Horizon, Order, orders
 from pbsim.optim import LearningRate, UpdateRule
@@ -259,17 +259,13 @@ def faster(machine: Machine, what: str) -> Machine:
         cycles = (core.cycles for core in machine.cores)
         counts = [(1, c.input_gradient.total, c.weight_gradient.total, c.update.total) for c in cycles]
         return with_cycles(machine, counts)
-    if what == "hop":
-        fabric = machine.hardware.fabric.model_copy(update={"hop_cycles": 0})
-        return replace(machine, hardware=machine.hardware.model_copy(update={"fabric": fabric}))
-    channels = (
-        replace(
-            channel,
-            forward_serialisation=-(-channel.forward_serialisation // 2),
-            gradient_serialisation=-(-channel.gradient_serialisation // 2),
-        )
-        for channel in machine.channels
-    )
+
+    def eased(route: Route) -> Route:
+        if what == "hop":
+            return replace(route, offsets=(0,) * len(route.links), latency=0)
+        return replace(route, serialisation=-(-route.serialisation // 2))
+
+    channels = (replace(c, forward=eased(c.forward), gradient=eased(c.gradient)) for c in machine.channels)
     return replace(machine, channels=tuple(channels))
 
 
@@ -398,14 +394,14 @@ def spans_by_category(
         for c in machine.channels:
             if c.target == stage:
                 arrival = (boundary(finishes[c.source, SEND, i, stage]), ARRIVES)
-                spans[Category.INPUT_BUFFER].append((arrival, forward, c.forward_bytes))
-                buffered = sent(stage, BX, i, c.source, c.gradient_serialisation)
-                spans[Category.OUTPUT_BUFFER].append((*buffered, c.gradient_bytes))
+                spans[Category.INPUT_BUFFER].append((arrival, forward, c.forward.size))
+                buffered = sent(stage, BX, i, c.source, c.gradient.serialisation)
+                spans[Category.OUTPUT_BUFFER].append((*buffered, c.gradient.size))
             if c.source == stage:
                 arrival = (boundary(finishes[c.target, SEND, i, stage]), ARRIVES)
-                spans[Category.INPUT_BUFFER].append((arrival, update, c.gradient_bytes))
-                buffered = sent(stage, F, i, c.target, c.forward_serialisation)
-                spans[Category.OUTPUT_BUFFER].append((*buffered, c.forward_bytes))
+                spans[Category.INPUT_BUFFER].append((arrival, update, c.gradient.size))
+                buffered = sent(stage, F, i, c.target, c.forward.serialisation)
+                spans[Category.OUTPUT_BUFFER].append((*buffered, c.forward.size))
     return spans
 
 

@@ -9,73 +9,98 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pbsim.config.hardware import Fabric
 from pbsim.hardware.core import transfer_cycles
 
 
-class Links:
-    """All links of a line of cores, with their reservations and what they have carried.
+@dataclass(frozen=True)
+class Route:
+    """The way of a message from one stage to another, the same for every sample.
+
+    A message that starts at cycle t holds its k-th link during [t + offsets[k], t + offsets[k] + serialisation), has
+    left its core at t + serialisation, and has arrived at t + latency + serialisation.
 
     Attributes
     ----------
-    bytes, busy_cycles : per directed link, so far; link 2s goes from s to s+1, link 2s+1 from s+1 to s.
+    size : bytes; a message of none is a token that only takes the latency.
+    links : numbers of the links it crosses, in order.
+    offsets : cycles from its start until its head is at each link.
+    latency : cycles from its start until its head is at the target.
+    serialisation : cycles that it holds each link.
     """
 
-    def __init__(self, fabric: Fabric, cores: int) -> None:
-        self.fabric = fabric
-        self.hop_cycles = fabric.hop_cycles
-        self.bytes = [0] * (2 * (cores - 1))
-        self.busy_cycles = [0] * (2 * (cores - 1))
-        self._reserved: list[list[tuple[int, int]]] = [[] for _ in self.bytes]
+    source: int
+    target: int
+    size: int
+    links: tuple[int, ...]
+    offsets: tuple[int, ...]
+    latency: int
+    serialisation: int
 
-    @staticmethod
-    def path(source: int, target: int) -> tuple[int, ...]:
-        """The links from one core to another, in order."""
-        if source < target:
-            return tuple(2 * core for core in range(source, target))
-        return tuple(2 * core + 1 for core in range(source - 1, target - 1, -1))
 
-    @staticmethod
-    def ends(link: int) -> tuple[int, int]:
-        """The cores a link leads from and to."""
-        core, backward = divmod(link, 2)
-        return (core + 1, core) if backward else (core, core + 1)
+def line_ends(cores: int) -> tuple[tuple[int, int], ...]:
+    """The cores that each link of a line leads from and to: link 2s goes from s to s+1, link 2s+1 from s+1 to s."""
+    return tuple(ends for core in range(cores - 1) for ends in ((core, core + 1), (core + 1, core)))
 
-    def serialisation(self, size_bytes: int) -> int:
-        """Cycles that a message holds each link of its path."""
-        return transfer_cycles(size_bytes, self.fabric.link_bytes_per_cycle)
 
-    def admit(self, path: Sequence[int], ready: int, serialisation: int, size_bytes: int) -> int:
-        """Reserve a path for a message that is ready now; return the cycle at which it starts.
+def line_route(fabric: Fabric, source: int, target: int, size: int) -> Route:
+    """The route along a line of cores."""
+    if source < target:
+        links = tuple(2 * core for core in range(source, target))
+    else:
+        links = tuple(2 * core + 1 for core in range(source - 1, target - 1, -1))
+    offsets = tuple(k * fabric.hop_cycles for k in range(len(links)))
+    serialisation = transfer_cycles(size, fabric.link_bytes_per_cycle)
+    return Route(source, target, size, links, offsets, len(links) * fabric.hop_cycles, serialisation)
+
+
+class Links:
+    """All links of the fabric, with their reservations and what they have carried.
+
+    Attributes
+    ----------
+    ends : per directed link, the nodes it leads from and to.
+    bytes, busy_cycles : per directed link, so far.
+    """
+
+    def __init__(self, ends: Sequence[tuple[int, int]]) -> None:
+        self.ends = ends
+        self.bytes = [0] * len(ends)
+        self.busy_cycles = [0] * len(ends)
+        self._reserved: list[list[tuple[int, int]]] = [[] for _ in ends]
+
+    def admit(self, route: Route, ready: int) -> int:
+        """Reserve a route for a message that is ready now; return the cycle at which it starts.
 
         Messages are to be admitted in the order of their ready cycles: reservations that ended before are
         forgotten.
         """
-        start = ready
-        if serialisation:
-            start = self._earliest(path, ready, serialisation)
-            for k, link in enumerate(path):
-                at = start + k * self.hop_cycles
-                insort(self._reserved[link], (at, at + serialisation))
-        for link in path:
-            self.bytes[link] += size_bytes
-            self.busy_cycles[link] += serialisation
+        start, hold = ready, route.serialisation
+        if hold:
+            start = self._earliest(route, ready)
+            for link, offset in zip(route.links, route.offsets, strict=True):
+                insort(self._reserved[link], (start + offset, start + offset + hold))
+        self.carry(route)
         return start
 
-    def _earliest(self, path: Sequence[int], ready: int, serialisation: int) -> int:
-        for link in path:
+    def carry(self, route: Route) -> None:
+        """Count a message of a route."""
+        for link in route.links:
+            self.bytes[link] += route.size
+            self.busy_cycles[link] += route.serialisation
+
+    def _earliest(self, route: Route, ready: int) -> int:
+        for link in route.links:
             reserved = self._reserved[link]
             while reserved and reserved[0][1] <= ready:
                 reserved.pop(0)
-        start, moved = ready, True
+        start, hold, moved = ready, route.serialisation, True
         while moved:
             moved = False
-            for k, link in enumerate(path):
-                if not self._reserved[link]:
-                    continue
-                offset = k * self.hop_cycles
+            for link, offset in zip(route.links, route.offsets, strict=True):
                 for begin, end in self._reserved[link]:
-                    if begin < start + offset + serialisation and start + offset < end:
+                    if begin < start + offset + hold and start + offset < end:
                         start, moved = end - offset, True
         return start

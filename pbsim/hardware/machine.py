@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pbsim.config.hardware import Hardware
 from pbsim.errors import user_error
 from pbsim.hardware.core import StageCycles, StageLoads, stage_cycles, stage_loads, transfer_cycles
-from pbsim.hardware.fabric import Links
+from pbsim.hardware.fabric import Links, Route, line_ends, line_route
 from pbsim.network.network import Network
 from pbsim.optim import UpdateRule
 
@@ -53,19 +53,12 @@ class MachineCore:
 
 @dataclass(frozen=True)
 class Channel:
-    """What one stage sends another for every sample: a message forward, and one back with the gradients.
-
-    Serialisations are cycles per link; a message of no bytes is a token that only takes the latency.
-    """
+    """What one stage sends another for every sample: a message forward, and one back with the gradients."""
 
     source: int
     target: int
-    forward_bytes: int
-    gradient_bytes: int
-    forward_serialisation: int
-    gradient_serialisation: int
-    forward_path: tuple[int, ...]
-    gradient_path: tuple[int, ...]
+    forward: Route
+    gradient: Route
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,7 @@ class Machine:
     hardware: Hardware
     cores: tuple[MachineCore, ...]
     channels: tuple[Channel, ...]
+    link_ends: tuple[tuple[int, int], ...]
     host_bytes: int
     host_cycles: int
     stash_weights: bool
@@ -94,7 +88,7 @@ class Machine:
 
     def links(self) -> Links:
         """The fabric's links, free and unused."""
-        return Links(self.hardware.fabric, self.stages)
+        return Links(self.link_ends)
 
 
 def build_machine(hardware: Hardware, network: Network, rule: UpdateRule, where: str = "hardware") -> Machine:
@@ -122,25 +116,19 @@ def build_machine(hardware: Hardware, network: Network, rule: UpdateRule, where:
         )
         cycles = stage_cycles(hardware.core, stage, load, count, size)
         cores.append(MachineCore(stage.index, stage.name, count, cycles, memory, credit))
-    links = Links(hardware.fabric, len(cores))
-    channels = []
-    for edge in network.edges:
-        forward, gradient = edge.elements * size, edge.gradient_elements * size
-        channels.append(
-            Channel(
-                edge.source,
-                edge.target,
-                forward,
-                gradient,
-                links.serialisation(forward),
-                links.serialisation(gradient),
-                links.path(edge.source, edge.target),
-                links.path(edge.target, edge.source),
-            )
+    channels = tuple(
+        Channel(
+            edge.source,
+            edge.target,
+            line_route(hardware.fabric, edge.source, edge.target, edge.elements * size),
+            line_route(hardware.fabric, edge.target, edge.source, edge.gradient_elements * size),
         )
+        for edge in network.edges
+    )
+    ends = line_ends(len(cores))
     host_bytes = size * _elements(network.shapes[network.input_value])
     host_cycles = transfer_cycles(host_bytes, hardware.host.bytes_per_cycle)
-    return Machine(hardware, tuple(cores), tuple(channels), host_bytes, host_cycles, rule.stash_weights)
+    return Machine(hardware, tuple(cores), channels, ends, host_bytes, host_cycles, rule.stash_weights)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -256,10 +256,7 @@ class _LinkAudit:
 
     def __init__(self, machine: Machine) -> None:
         self.links = machine.links()
-        self._routes: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}
-        for c in machine.channels:
-            self._routes[c.source, c.target] = (c.forward_path, c.forward_serialisation, c.forward_bytes)
-            self._routes[c.target, c.source] = (c.gradient_path, c.gradient_serialisation, c.gradient_bytes)
+        self._routes = {(r.source, r.target): r for c in machine.channels for r in (c.forward, c.gradient)}
         self._pending: list[list[IntArray]] = [[] for _ in self.links.bytes]
         self._free_at = np.zeros(len(self.links.bytes), np.int64)
         self.bytes = np.zeros(len(self.links.bytes), np.int64)
@@ -267,17 +264,16 @@ class _LinkAudit:
 
     def feed(self, sends: Trace, until: int) -> None:
         """Take messages; check the links up to a cycle before which no further message starts."""
-        for (source, target), (path, serialisation, size) in self._routes.items():
-            starts = sends.start[(sends.stage == source) & (sends.target == target)]
-            hop = self.links.hop_cycles
-            ends = sends.end[(sends.stage == source) & (sends.target == target)]
-            Audit._require((ends - starts == len(path) * hop + serialisation).all(), "a message is early or late")
-            for k, link in enumerate(path):
-                self.bytes[link] += size * len(starts)
-                self.busy_cycles[link] += serialisation * len(starts)
-                if serialisation and len(starts):
-                    begin = starts + k * hop
-                    self._pending[link].append(np.stack([begin, begin + serialisation], axis=1))
+        for (source, target), route in self._routes.items():
+            here = (sends.stage == source) & (sends.target == target)
+            starts, hold = sends.start[here], route.serialisation
+            Audit._require((sends.end[here] - starts == route.latency + hold).all(), "a message is early or late")
+            for link, offset in zip(route.links, route.offsets, strict=True):
+                self.bytes[link] += route.size * len(starts)
+                self.busy_cycles[link] += hold * len(starts)
+                if hold and len(starts):
+                    begin = starts + offset
+                    self._pending[link].append(np.stack([begin, begin + hold], axis=1))
         for link in range(len(self._pending)):
             self._settle(link, until)
 
@@ -290,7 +286,9 @@ class _LinkAudit:
         self._pending[link] = [spans[len(settled) :]]
         if len(settled):
             before = np.concatenate([[self._free_at[link]], settled[:-1, 1]])
-            Audit._require((settled[:, 0] >= before).all(), f"link {Links.ends(link)} carries two messages at once")
+            Audit._require(
+                (settled[:, 0] >= before).all(), f"link {self.links.ends[link]} carries two messages at once"
+            )
             self._free_at[link] = settled[-1, 1]
 
     def finish(self, links: Links) -> None:
@@ -301,7 +299,7 @@ class _LinkAudit:
             booked = (links.bytes[link], links.busy_cycles[link])
             Audit._require(
                 carried == booked,
-                f"link {Links.ends(link)} booked {booked}, carried {carried} (bytes, cycles)",
+                f"link {self.links.ends[link]} booked {booked}, carried {carried} (bytes, cycles)",
             )
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from pbsim.hardware import Links
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Network
 from pbsim.results.audit import DelayStatistics
@@ -70,7 +69,7 @@ def link_rows(timing: Timing) -> Rows:
     """Rows of `links.parquet`."""
     rows = []
     for link, (size, busy) in enumerate(zip(timing.links.bytes, timing.links.busy_cycles, strict=True)):
-        source, target = Links.ends(link)
+        source, target = timing.links.ends[link]
         rows.append(
             {
                 "source": source,
@@ -96,7 +95,7 @@ def bottleneck(timing: Timing) -> tuple[int, str]:
     found = [(busiest.busy, f"core of stage {core.stage} {core.name!r}{unit}")]
     if timing.links.busy_cycles:
         link = max(range(len(timing.links.busy_cycles)), key=timing.links.busy_cycles.__getitem__)
-        source, target = Links.ends(link)
+        source, target = timing.links.ends[link]
         found.append((timing.links.busy_cycles[link], f"link from core {source} to core {target}"))
     found.append((timing.samples * timing.machine.host_cycles, "host"))
     busy, name = max(found, key=lambda item: item[0])

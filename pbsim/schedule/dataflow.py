@@ -14,7 +14,8 @@ from typing import cast
 import simpy
 
 from pbsim.errors import Problem
-from pbsim.hardware.machine import Channel, Machine, MachineCore
+from pbsim.hardware.fabric import Route
+from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
 from pbsim.schedule.timing import (
     ADMIT,
@@ -31,19 +32,6 @@ from pbsim.schedule.timing import (
 from pbsim.schedule.trace import Op
 
 Process = Generator[simpy.Event, object, None]
-
-
-class Route:
-    """One direction of a channel: what its messages are like, for every sample."""
-
-    def __init__(self, channel: Channel, backward: bool) -> None:
-        self.backward = backward
-        if backward:
-            self.source, self.target, self.path = channel.target, channel.source, channel.gradient_path
-            self.size, self.serialisation = channel.gradient_bytes, channel.gradient_serialisation
-        else:
-            self.source, self.target, self.path = channel.source, channel.target, channel.forward_path
-            self.size, self.serialisation = channel.forward_bytes, channel.forward_serialisation
 
 
 Message = tuple[Route, int]
@@ -76,8 +64,8 @@ class DataflowFabric:
 
     def _admit(self, route: Route, sample: int) -> None:
         now, hold = self.env.now, route.serialisation
-        start = self.links.admit(route.path, now, hold, route.size)
-        arrival = start + hold + len(route.path) * self.links.hop_cycles
+        start = self.links.admit(route, now)
+        arrival = start + hold + route.latency
         self.model.recorder.row(start, arrival, route.source, Op.SEND, sample, -1, route.target)
         if hold:
             self._later(start + hold - now, self.model.cores[route.source].output_left, (route, sample))
@@ -148,8 +136,8 @@ class DataflowCore(CoreState):
         self.free_slots = model.machine.hardware.pipeline.output_slots
         self.forward_ready: list[int] = []
         self.backward_ready: list[int] = []
-        self._results = [Route(channel, backward=False) for channel in self.outgoing]
-        self._passed_back = [Route(channel, backward=True) for channel in self.incoming]
+        self._results = [channel.forward for channel in self.outgoing]
+        self._passed_back = [channel.gradient for channel in self.incoming]
         self._enough_slots = len(self.incoming) + len(self.outgoing) if model.machine.split else 1
         self.waiting: list[tuple[int, int, int, Route, simpy.Event]] = []
         self._granting = False
@@ -251,7 +239,7 @@ class DataflowCore(CoreState):
         """A message has come in: a sample may have become ready."""
         route, sample = cast(Message, event.value)
         self.book(Category.INPUT_BUFFER, route.size)
-        if route.backward:
+        if route.source > self.stage:
             if self._complete(self._gradients, sample, len(self.outgoing)):
                 self._backward_is_ready(sample)
         elif self._complete(self._activations, sample, len(self.incoming)):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import simpy
 
+from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
 from pbsim.schedule.timing import CHOOSE, CoreState, Recorder, Timing, UnitCycles, fire
@@ -23,13 +24,9 @@ Process = Generator[simpy.Event, object, None]
 
 @dataclass(frozen=True)
 class StepMessage:
-    """A message of a step, in cycles from the moment all are sent."""
+    """A message of a step; its start and arrival are in cycles from the moment all are sent."""
 
-    source: int
-    target: int
-    backward: bool
-    size: int
-    serialisation: int
+    route: Route
     start: int
     arrival: int
 
@@ -88,21 +85,21 @@ class LockstepPipeline:
     def _admitted(self, step: int) -> list[StepMessage]:
         due = []
         for channel in self.machine.channels:
-            sample = self.forward_sample(channel.source, step)
-            if sample is not None:
-                size, hold = channel.forward_bytes, channel.forward_serialisation
-                due.append((channel.source, sample, channel.target, False, size, hold, channel.forward_path))
-            sample = self.backward_sample(channel.target, step)
-            if sample is not None:
-                size, hold = channel.gradient_bytes, channel.gradient_serialisation
-                due.append((channel.target, sample, channel.source, True, size, hold, channel.gradient_path))
+            for route in (channel.forward, channel.gradient):
+                sample = self._sample_sent(route, step)
+                if sample is not None:
+                    due.append((route.source, sample, route.target, route))
         links = self.machine.links()
         messages = []
-        for source, _, target, backward, size, hold, path in sorted(due, key=lambda item: item[:3]):
-            start = links.admit(path, 0, hold, size)
-            arrival = start + hold + len(path) * links.hop_cycles
-            messages.append(StepMessage(source, target, backward, size, hold, start, arrival))
+        for *_, route in sorted(due, key=lambda item: item[:3]):
+            start = links.admit(route, 0)
+            messages.append(StepMessage(route, start, start + route.latency + route.serialisation))
         return messages
+
+    def _sample_sent(self, route: Route, step: int) -> int | None:
+        """The sample whose activation, or gradient, a route carries at the end of a step."""
+        sample_of = self.forward_sample if route.source < route.target else self.backward_sample
+        return sample_of(route.source, step)
 
     def _distinct_steps(self) -> list[int]:
         """Steps that between them show every set of messages: the fill, a full step, the drain."""
@@ -121,8 +118,9 @@ class LockstepPipeline:
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
             arrived = self.env.now
             for message in messages:
-                self.timing.ledger.add(arrived, message.source, Category.OUTPUT_BUFFER, -message.size)
-                self.timing.ledger.add(arrived, message.target, Category.INPUT_BUFFER, message.size)
+                route = message.route
+                self.timing.ledger.add(arrived, route.source, Category.OUTPUT_BUFFER, -route.size)
+                self.timing.ledger.add(arrived, route.target, Category.INPUT_BUFFER, route.size)
             if step + 1 < self.samples:
                 self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
             boundary, self._boundary = self._boundary, self.env.event()
@@ -130,15 +128,12 @@ class LockstepPipeline:
         self.timing.cycles = self.env.now
 
     def _send(self, message: StepMessage, step: int, now: int) -> None:
-        sample_of = self.backward_sample if message.backward else self.forward_sample
-        sample = sample_of(message.source, step)
+        route, sample = message.route, self._sample_sent(message.route, step)
         assert sample is not None
         start, arrival = now + message.start, now + message.arrival
-        self.recorder.row(start, arrival, message.source, Op.SEND, sample, -1, message.target)
-        self.timing.ledger.add(now, message.source, Category.OUTPUT_BUFFER, message.size)
-        for link in self.timing.links.path(message.source, message.target):
-            self.timing.links.bytes[link] += message.size
-            self.timing.links.busy_cycles[link] += message.serialisation
+        self.recorder.row(start, arrival, route.source, Op.SEND, sample, -1, route.target)
+        self.timing.ledger.add(now, route.source, Category.OUTPUT_BUFFER, route.size)
+        self.timing.links.carry(route)
 
     def _core(self, core: CoreState, usages: list[UnitCycles]) -> Process:
         """The story of a core: forward, then backward, then wait for the next step."""

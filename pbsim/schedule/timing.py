@@ -163,8 +163,8 @@ class CoreState:
         self.incoming = [c for c in machine.channels if c.target == self.stage]
         self.outgoing = [c for c in machine.channels if c.source == self.stage]
         host_bytes = machine.host_bytes if self.stage == 0 else 0
-        self.activation_bytes = host_bytes + sum(c.forward_bytes for c in self.incoming)
-        self.gradient_bytes = sum(c.gradient_bytes for c in self.outgoing)
+        self.activation_bytes = host_bytes + sum(c.forward.size for c in self.incoming)
+        self.gradient_bytes = sum(c.gradient.size for c in self.outgoing)
         self.version = 0
         self._stash_weights = machine.stash_weights
         self._versions: dict[int, int] = {}
