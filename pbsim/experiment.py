@@ -183,12 +183,12 @@ def run_experiment(
     """Run a resolved experiment; see `simulate`."""
     from pbsim.results.run import Run, temporary_place
     from pbsim.results.writer import RunWriter, check_free, window_samples, window_setting
-    from pbsim.schedule import row_count
+    from pbsim.schedule import Batches, row_count
 
     place, keep = (Path(out), None) if out is not None else temporary_place()
     check_free(place, force)
     setup = _set_up(resolved, model, data)
-    window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
+    window = window_samples(resolved.settings.trace, row_count(setup.machine, Batches(setup.total)), setup.total)
     setup = setup.with_settings(trace=window_setting(window, setup.total))
     with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
         _execute(setup, writer, progress or (lambda report: None))
@@ -310,10 +310,10 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     from pbsim.results.audit import Audit
     from pbsim.results.metrics import MetricsStream
     from pbsim.results.tables import core_rows, link_rows, memory_rows, stage_rows, timing_summary, versions
-    from pbsim.schedule import Chunk, run_pipeline
+    from pbsim.schedule import Batches, Chunk, run_pipeline
 
     settings, workload = setup.resolved.settings, setup.resolved.workload
-    timing, chunks = run_pipeline(setup.machine, setup.total)
+    timing, chunks = run_pipeline(setup.machine, Batches(setup.total))
     audit = Audit(setup.machine, setup.network, timing)
     window = writer.window if settings.timing_only else None
     metrics = MetricsStream(writer, setup.lr, settings.seed, setup.epoch_samples, window)

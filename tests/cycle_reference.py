@@ -30,18 +30,38 @@ class Result:
     rows : (start, end, stage, op, sample, version, target), sorted.
     cycles : of the whole run.
     units : by (core, unit), cycles by what they were spent on; only what is not zero.
+    peaks : per core, the most bytes it held at the end of a cycle (dataflow only).
+    stuck : whether the machine stopped before every sample was done.
     """
 
     rows: list[Row]
     cycles: int
     units: dict[tuple[int, str], dict[str, int]]
+    peaks: list[int] = field(default_factory=list)
+    stuck: bool = False
 
 
-def simulate(machine: Machine, samples: int) -> Result:
-    """Run the machine in the timing that its hardware file names."""
+def simulate(machine: Machine, samples: int, batch: int = 0, epoch: int = 0) -> Result:
+    """Run the machine in the timing that its hardware file names.
+
+    With `batch`, fill-and-drain: one update for so many samples (fewer at the end of an `epoch`, and of the run), and
+    the next samples wait for it. Without, an update after every sample.
+    """
+    batches = cut(samples, batch, epoch) if batch else [[sample] for sample in range(samples)]
     if machine.hardware.pipeline.timing == "lockstep":
-        return _lockstep(machine, samples)
-    return _Dataflow(machine, samples).run()
+        return _lockstep(machine, samples, batches, drained=batch > 0)
+    return _Dataflow(machine, samples, batches, drained=batch > 0).run()
+
+
+def cut(samples: int, batch: int, epoch: int) -> list[list[int]]:
+    """The samples of each update."""
+    batches: list[list[int]] = []
+    for sample in range(samples):
+        begins = epoch and sample % epoch == 0
+        if not batches or begins or len(batches[-1]) == batch:
+            batches.append([])
+        batches[-1].append(sample)
+    return batches
 
 
 def durations(machine: Machine, stage: int) -> dict[int, int]:
@@ -85,17 +105,25 @@ class Wires:
 # --- lockstep -------------------------------------------------------------------------------------
 
 
-def _lockstep(machine: Machine, samples: int) -> Result:
-    """In step k, stage s runs the forward of sample k - s and the backward of sample k - 2(S-1) + s."""
+def _lockstep(machine: Machine, samples: int, batches: list[list[int]], *, drained: bool) -> Result:
+    """In step k, stage s runs the forward of what entered in step k - s, and the backward of what entered in
+    step k - 2(S-1) + s; a drained batch enters once the one before has left."""
     stages = machine.stages
-    steps = range(samples + 2 * stages - 2)
+    entered: dict[int, int] = {}  # the sample by the step in which it enters
+    step = 0
+    for batch in batches if drained else [list(range(samples))]:
+        for sample in batch:
+            entered[step] = sample
+            step += 1
+        step += 2 * stages - 2
+    steps = range(step)
+    last_of = {batch[-1]: batch[0] for batch in batches}  # by the last sample of an update, its first
 
     def forwarded(stage: int, step: int) -> int | None:
-        return step - stage if 0 <= step - stage < samples else None
+        return entered.get(step - stage)
 
     def backwarded(stage: int, step: int) -> int | None:
-        sample = step - 2 * (stages - 1) + stage
-        return sample if 0 <= sample < samples else None
+        return entered.get(step - 2 * (stages - 1) + stage)
 
     def messages(step: int) -> list[tuple[int, int, int, int, int]]:
         """The messages of a step: source, sample, target, start and arrival after all have been sent."""
@@ -135,8 +163,9 @@ def _lockstep(machine: Machine, samples: int) -> Result:
         begin = step * length
         for source, sample, target, start, arrival in messages(step):
             rows.append((begin + compute + start, begin + compute + arrival, source, SEND, sample, -1, target))
-        if step + 1 < samples:
-            rows.append((begin + compute, begin + compute + machine.host_cycles, 0, LOAD, step + 1, -1, -1))
+        if step + 1 in entered:
+            loaded = begin + compute + machine.host_cycles
+            rows.append((begin + compute, loaded, 0, LOAD, entered[step + 1], -1, -1))
         for stage in range(stages):
             cycles, now = durations(machine, stage), begin
             sample = forwarded(stage, step)
@@ -147,9 +176,11 @@ def _lockstep(machine: Machine, samples: int) -> Result:
                 now = begin
             sample = backwarded(stage, step)
             if sample is not None:
-                for op in (BX, BW, U):
+                for op in (BX, BW):
                     operations.append((now, now + cycles[op], stage, op, sample))
                     now += cycles[op]
+                if sample in last_of:
+                    operations.append((now, now + cycles[U], stage, U, last_of[sample]))
     for start, end, stage, op, sample in operations:
         unit = "shared" if not machine.split else "forward" if op == F else "backward"
         spent[stage, unit][start:end] = [NAMES[op]] * (end - start)
@@ -182,6 +213,8 @@ class _Message:
     target: int
     backward: bool
     serialisation: int
+    size: int
+    ready: int = -1
     left: int | None = None
     arrival: int | None = None
 
@@ -209,8 +242,12 @@ class _Core:
     stage: int
     units: list[_Unit]
     free_slots: int
+    level: int = 0  # bytes held
+    peak: int = 0
     version: int = 0
     in_flight: int = 0
+    done: int = 0  # samples whose backward is over
+    has_gradients: bool = False
     read: dict[int, int] = field(default_factory=dict)  # by sample, the version that its Bx read
     forwards: dict[int, int] = field(default_factory=dict)  # by sample, the version that its F read
     activations: Counter[int] = field(default_factory=Counter)
@@ -220,11 +257,18 @@ class _Core:
 
 
 class _Dataflow:
-    def __init__(self, machine: Machine, samples: int) -> None:
-        self.machine, self.samples = machine, samples
+    def __init__(self, machine: Machine, samples: int, batches: list[list[int]], *, drained: bool) -> None:
+        self.machine, self.samples, self.drained = machine, samples, drained
+        self.enforced = machine.hardware.pipeline.memory == "enforce"
+        self.batch_of = {sample: index for index, batch in enumerate(batches) for sample in batch}
+        self.first_of = {sample: batch[0] for batch in batches for sample in batch}
+        self.lasts = {batch[-1] for batch in batches}
         self.wires = Wires(machine.hardware.fabric.hop_cycles)
         slots = machine.hardware.pipeline.output_slots
         self.cores = [_Core(stage, self._units(), slots) for stage in range(machine.stages)]
+        for core in self.cores:
+            memory = machine.cores[core.stage].memory
+            core.level = memory.weights + memory.momentum + memory.previous_weights
         self.cycle = 0
         self.rows: list[Row] = []
         self.ready: list[_Message] = []  # in an output buffer, to be admitted to the links
@@ -239,19 +283,32 @@ class _Dataflow:
         return [_Unit("shared", True, True)]
 
     def run(self) -> Result:
-        while True:
+        stuck = False
+        while not stuck:
             # at a cycle all completions and arrivals come first, then output slots, then admissions, then choices
             while self.completions() or self.grants() or self.admissions() or self.choices():
                 pass
-            if all(core.version == self.samples for core in self.cores):
+            for core in self.cores:
+                core.peak = max(core.peak, core.level)
+            if all(core.done == self.samples for core in self.cores):
                 break
+            stuck = not self.anything_goes_on()
             for core in self.cores:
                 for unit in core.units:
                     unit.spent.append(self.spends(core, unit))
             self.cycle += 1
-            assert self.cycle < LIMIT, "the machine is stuck"
+            assert self.cycle < LIMIT, "the machine runs for too long"
         units = {(core.stage, unit.name): account(unit.spent) for core in self.cores for unit in core.units}
-        return Result(sorted(self.rows), self.cycle, units)
+        return Result(sorted(self.rows), self.cycle, units, [core.peak for core in self.cores], stuck)
+
+    def anything_goes_on(self) -> bool:
+        """Whether something will end by itself; else nothing ever happens again."""
+        computing = any(isinstance(unit.doing, int) for core in self.cores for unit in core.units)
+        return computing or bool(self.moving) or self.load_end is not None
+
+    def fits(self, core: _Core, size: int) -> bool:
+        """Whether a core has room for so many bytes more; asked only where capacity is enforced."""
+        return not self.enforced or core.level + size <= self.machine.cores[core.stage].memory.capacity
 
     def spends(self, core: _Core, unit: _Unit) -> str:
         """What a unit does in the cycle that begins now."""
@@ -259,7 +316,17 @@ class _Dataflow:
             return "stall_output"
         if unit.doing is not None:
             return NAMES[unit.doing]
-        return "stall_memory" if unit.runs_forward and core.forward_ready else "stall_input"
+        held_back = (unit.runs_forward and self.next_forward(core) is not None) or (
+            unit.runs_backward and core.backward_ready
+        )
+        return "stall_memory" if held_back else "stall_input"
+
+    def next_forward(self, core: _Core) -> int | None:
+        """The oldest sample whose inputs, and whose weights, are there."""
+        if not core.forward_ready:
+            return None
+        sample = min(core.forward_ready)
+        return None if self.drained and core.version < self.batch_of[sample] else sample
 
     # completions and arrivals
 
@@ -269,6 +336,7 @@ class _Dataflow:
         for message in self.moving:
             if message.left == self.cycle and message.serialisation:
                 self.cores[message.source].free_slots += 1
+                self.cores[message.source].level -= message.size
                 message.left, happened = None, True
             if message.arrival == self.cycle:
                 self.arrive(message)
@@ -288,13 +356,16 @@ class _Dataflow:
 
     def host(self) -> bool:
         """The host sends when stage 0's single input slot is free."""
-        if self.slot is None and self.loaded < self.samples:
+        first, size = self.cores[0], self.machine.host_bytes
+        if self.slot is None and self.loaded < self.samples and self.fits(first, size):
+            first.level += size if self.enforced else 0
             self.slot, self.load_end = self.loaded, self.cycle + self.machine.host_cycles
             self.rows.append((self.cycle, self.load_end, 0, LOAD, self.slot, -1, -1))
             self.loaded += 1
             return True
         if self.slot is not None and self.load_end == self.cycle:
-            self.cores[0].forward_ready.add(self.slot)
+            first.level += 0 if self.enforced else size
+            first.forward_ready.add(self.slot)
             self.load_end = None
             return True
         return False
@@ -302,6 +373,7 @@ class _Dataflow:
     def arrive(self, message: _Message) -> None:
         """A sample is ready once all its activations, or all its gradients, are there."""
         core = self.cores[message.target]
+        core.level += 0 if self.enforced else message.size
         if message.backward:
             core.gradients[message.sample] += 1
             if core.gradients[message.sample] == sum(c.source == core.stage for c in self.machine.channels):
@@ -313,12 +385,29 @@ class _Dataflow:
 
     def complete(self, core: _Core, unit: _Unit) -> None:
         """An operation has ended: an update writes, the loss's forward makes its own gradient; go on."""
+        updates = unit.sample in self.lasts
         if unit.doing == U:
             core.version += 1
+            core.level -= self.machine.cores[core.stage].memory.gradients
+            core.has_gradients = False
+        if unit.doing == (U if updates else BW):
             core.in_flight -= 1
+            core.done += 1
+            received = [c.gradient.size for c in self.machine.channels if c.source == core.stage]
+            core.level -= sum(received) + self.kept_bytes(core)
         if unit.doing == F and core.stage == self.machine.stages - 1:
             core.backward_ready.add(unit.sample)
         self.next_step(core, unit)
+
+    def kept_bytes(self, core: _Core) -> int:
+        """What a core keeps of a sample between its forward and the end of its backward."""
+        memory = self.machine.cores[core.stage].memory
+        return memory.stash + memory.weight_versions
+
+    def input_bytes(self, core: _Core) -> int:
+        """What a core receives for a sample's forward."""
+        received = [c.forward.size for c in self.machine.channels if c.target == core.stage]
+        return sum(received) + (self.machine.host_bytes if core.stage == 0 else 0)
 
     def next_step(self, core: _Core, unit: _Unit) -> None:
         """Begin the next operation of a unit's plan, or let its next message want an output slot."""
@@ -326,6 +415,7 @@ class _Dataflow:
         if isinstance(unit.doing, _Message):
             unit.since = self.cycle
             if not unit.doing.serialisation:  # it holds no link for any cycle, and needs no slot
+                unit.doing.ready = self.cycle
                 self.ready.append(unit.doing)
                 self.next_step(core, unit)
         elif unit.doing is not None:
@@ -336,7 +426,8 @@ class _Dataflow:
             elif op == F:
                 core.forwards[sample] = core.version
             version = {F: core.version, U: core.version + 1}.get(op, core.read.get(sample, -1))
-            self.rows.append((self.cycle, unit.until, core.stage, op, sample, version, -1))
+            named = self.first_of[sample] if op == U else sample
+            self.rows.append((self.cycle, unit.until, core.stage, op, named, version, -1))
 
     def fill_slot(self, core: _Core) -> bool:
         """Put a result into a free output slot: the one that has waited longest, then the older sample's."""
@@ -345,7 +436,11 @@ class _Dataflow:
             return False
         unit = min(wanting, key=lambda unit: (unit.since, unit.sample))
         assert isinstance(unit.doing, _Message)
+        if not self.fits(core, unit.doing.size):
+            return False
         core.free_slots -= 1
+        core.level += unit.doing.size
+        unit.doing.ready = self.cycle
         self.ready.append(unit.doing)
         self.next_step(core, unit)
         return True
@@ -353,9 +448,18 @@ class _Dataflow:
     # admissions
 
     def admissions(self) -> bool:
-        """Messages enter the links in the order of source stage, sample, target stage."""
-        admitted, self.ready = self.ready, []
-        for message in sorted(admitted, key=lambda m: (m.source, m.sample, m.target)):
+        """Messages enter the links in the order of ready cycle, source stage, sample, target stage.
+
+        With enforced capacity, those that find no room at their target wait, and take it from the moment they enter.
+        """
+        waiting, self.ready, admitted = self.ready, [], False
+        for message in sorted(waiting, key=lambda m: (m.ready, m.source, m.sample, m.target)):
+            target = self.cores[message.target]
+            if not self.fits(target, message.size):
+                self.ready.append(message)
+                continue
+            admitted = True
+            target.level += message.size if self.enforced else 0
             start, message.left, message.arrival = self.wires.send(
                 message.source, message.target, self.cycle, message.serialisation
             )
@@ -363,7 +467,7 @@ class _Dataflow:
                 message.left = None  # it was in no slot
             self.rows.append((start, message.arrival, message.source, SEND, message.sample, -1, message.target))
             self.moving.append(message)
-        return bool(admitted)
+        return admitted
 
     # choices
 
@@ -377,22 +481,30 @@ class _Dataflow:
         return happened
 
     def choose(self, core: _Core, unit: _Unit) -> bool:
-        credits = self.machine.cores[core.stage].credits
-        may_forward = unit.runs_forward and bool(core.forward_ready) and (credits is None or core.in_flight < credits)
-        may_backward = unit.runs_backward and bool(core.backward_ready)
+        credits, memory = self.machine.cores[core.stage].credits, self.machine.cores[core.stage].memory
+        grown = self.kept_bytes(core) - self.input_bytes(core)
+        forward = self.next_forward(core) if unit.runs_forward else None
+        may_forward = forward is not None and (credits is None or core.in_flight < credits) and self.fits(core, grown)
+        needed = 0 if core.has_gradients else memory.gradients
+        may_backward = unit.runs_backward and bool(core.backward_ready) and self.fits(core, needed)
         if may_forward and may_backward:
-            may_forward = self.machine.hardware.pipeline.priority == "forward"
+            may_forward = self.drained or self.machine.hardware.pipeline.priority == "forward"
         if may_forward:
-            unit.sample = min(core.forward_ready)
+            assert forward is not None
+            unit.sample = forward
             core.forward_ready.remove(unit.sample)
             core.in_flight += 1
+            core.level += grown
             if core.stage == 0:
                 self.slot = None
             unit.plan = [F, *self.results(core.stage, unit.sample)]
         elif may_backward:
             unit.sample = min(core.backward_ready)
             core.backward_ready.remove(unit.sample)
-            unit.plan = [BX, *self.gradients(core.stage, unit.sample), BW, U]
+            core.level += needed
+            core.has_gradients = True
+            update = [U] if unit.sample in self.lasts else []
+            unit.plan = [BX, *self.gradients(core.stage, unit.sample), BW, *update]
         else:
             return False
         self.next_step(core, unit)
@@ -401,9 +513,9 @@ class _Dataflow:
     def results(self, stage: int, sample: int) -> list[_Message]:
         """What a forward sends, to the nearest stage first."""
         channels = sorted((c for c in self.machine.channels if c.source == stage), key=lambda c: c.target)
-        return [_Message(stage, sample, c.target, False, c.forward.serialisation) for c in channels]
+        return [_Message(stage, sample, c.target, False, c.forward.serialisation, c.forward.size) for c in channels]
 
     def gradients(self, stage: int, sample: int) -> list[_Message]:
         """What a Bx sends, to the first stage first."""
         channels = sorted((c for c in self.machine.channels if c.target == stage), key=lambda c: c.source)
-        return [_Message(stage, sample, c.source, True, c.gradient.serialisation) for c in channels]
+        return [_Message(stage, sample, c.source, True, c.gradient.serialisation, c.gradient.size) for c in channels]

@@ -11,6 +11,7 @@ from pbsim.config import Hardware, Source, validate
 from pbsim.hardware import Cycles, Machine, StageCycles, build_machine
 from pbsim.network.network import Edge, Network, Operator, Stage, Work
 from pbsim.optim import Recipe, UpdateRule
+from pbsim.schedule import Batches
 
 RECIPE = Recipe(batch=1, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False)
 
@@ -96,16 +97,29 @@ def with_cycles(machine: Machine, cycles: Sequence[tuple[int, int, int, int]]) -
 
 @dataclass(frozen=True)
 class Case:
-    """A network on a machine, and how many samples to run."""
+    """A network on a machine, and how many samples to run.
+
+    `batch` samples share an update, and are drained (0: an update after every sample); `epoch` samples are an epoch.
+    """
 
     net: Network
     machine: Machine
     samples: int
+    batch: int = 0
+    epoch: int = 0
+
+    @property
+    def batches(self) -> Batches:
+        if not self.batch:
+            return Batches(self.samples)
+        return Batches(self.samples, self.batch, drained=True, epoch_samples=self.epoch)
 
 
 @st.composite
-def cases(draw: st.DrawFn, **changes: object) -> Case:
-    """Small machines of every kind; `changes` fixes keys of the hardware file.
+def cases(draw: st.DrawFn, every: bool = False, **changes: object) -> Case:
+    """Small machines of every kind under pipelined backpropagation; `changes` fixes keys of the hardware file.
+
+    With `every` also those whose memory is enforced, and fill-and-drain.
 
     Cycles are drawn as the hardware model gives them: only Bx of the first stage, and Bw and U of stages
     without parameters, may take none. The first stage has parameters.
@@ -130,13 +144,36 @@ def cases(draw: st.DrawFn, **changes: object) -> Case:
         "pipeline__credits": credits,
         "pipeline__priority": st.sampled_from(["backward", "forward"]),
         "pipeline__output_slots": st.integers(1, 3),
+        "pipeline__memory": st.sampled_from(["report", "enforce"] if every else ["report"]),
         "core__units": st.sampled_from(["shared", "split"]),
         "fabric__link_bytes_per_cycle": st.sampled_from([1.0, 2.0, 3.0, 5.0, 16.0, float("inf")]),
         "fabric__hop_cycles": st.integers(0, 3),
         "host__bytes_per_cycle": st.sampled_from([1.0, 2.5, 6.0, float("inf")]),
     }
     table = {key: changes[key] if key in changes else draw(values) for key, values in keys.items()}
+    if table["pipeline__timing"] == "lockstep":
+        table["pipeline__memory"] = "report"  # in lockstep nothing can wait
     net = chain(stages, elements=sizes, skips=skips, tokens=tokens)
     rule = UpdateRule(RECIPE, stash_weights=draw(st.booleans()))
     built = with_cycles(machine(net, "lockstep_ideal", rule, **table), cycles)
-    return Case(net, built, draw(st.integers(1, 8)))
+    if table["pipeline__memory"] == "enforce":
+        built = with_spare_bytes(built, draw(st.lists(st.integers(0, 60), min_size=stages, max_size=stages)))
+    if not (every and draw(st.booleans())):
+        return Case(net, built, draw(st.integers(1, 8)))
+    return Case(net, built, draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(0, 6)))
+
+
+def with_spare_bytes(machine: Machine, spare: Sequence[int]) -> Machine:
+    """A machine whose cores hold one sample at a time, and so many bytes more."""
+    cores = []
+    for core, more in zip(machine.cores, spare, strict=True):
+        memory = core.memory
+        sent = [c.forward.size for c in machine.channels if c.source == core.stage]
+        sent += [c.gradient.size for c in machine.channels if c.target == core.stage]
+        received = [c.forward.size for c in machine.channels if c.target == core.stage]
+        received += [c.gradient.size for c in machine.channels if c.source == core.stage]
+        host = machine.host_bytes if core.stage == 0 else 0
+        kept = memory.weights + memory.momentum + memory.previous_weights + memory.gradients
+        capacity = kept + memory.stash + memory.weight_versions + host + sum(received) + sum(sent) + more
+        cores.append(replace(core, memory=replace(memory, capacity=capacity)))
+    return replace(machine, cores=tuple(cores))

@@ -62,7 +62,7 @@ class Ran:
 
 
 def ran(made: Case, chunk_rows: int = 50_000) -> Ran:
-    timing, chunks = run_pipeline(made.machine, made.samples, chunk_rows)
+    timing, chunks = run_pipeline(made.machine, made.batches, chunk_rows)
     return Ran(made, timing, list(chunks))
 
 
@@ -163,7 +163,7 @@ def test_bounds_are_those_of_the_busiest_core_link_and_the_host():
 
 def test_records_are_complete_samples_with_their_delays():
     made = case(pipeline__timing="lockstep")
-    timing, chunks = run_pipeline(made.machine, made.samples, 20)
+    timing, chunks = run_pipeline(made.machine, made.batches, 20)
     audit = Audit(made.machine, made.net, timing)
     records = [record for _, record in audited(chunks, audit)]
     samples = np.concatenate([record.sample for record in records])
@@ -177,7 +177,7 @@ def test_records_are_complete_samples_with_their_delays():
 
 def test_delays_of_a_run_too_short_to_read_an_update_are_over_all_samples():
     made = replace(case(pipeline__timing="lockstep"), samples=3)
-    timing, chunks = run_pipeline(made.machine, made.samples)
+    timing, chunks = run_pipeline(made.machine, made.batches)
     audit = Audit(made.machine, made.net, timing)
     for _ in audited(chunks, audit):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -11,14 +12,15 @@ import pytest
 from cycle_reference import BW, BX, LOAD, SEND, F, Row, U, simulate
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from synthetic import RECIPE, Case, cases, chain, machine, with_cycles
+from synthetic import RECIPE, Case, cases, chain, machine, with_cycles, with_spare_bytes
 
 from pbsim.config.workload import ConstantDecay
+from pbsim.errors import UserError
 from pbsim.hardware import Machine, Route
 from pbsim.hardware.memory import Category, Ledger
 from pbsim.numerics.order import BACKWARD, FORWARD, UPDATE, Horizon, Order, orders
 from pbsim.optim import LearningRate, UpdateRule
-from pbsim.schedule import Chunk, DeadlockError, Timing, Trace, row_count, run_pipeline
+from pbsim.schedule import Batches, Chunk, DeadlockError, Op, Timing, Trace, row_count, run_pipeline
 from pbsim.schedule.dataflow import DataflowCore
 from pbsim.schedule.trace import COLUMNS
 
@@ -31,7 +33,7 @@ def rows_of(trace: Trace) -> list[Row]:
 
 
 def run(machine: Machine, samples: int, chunk_rows: int = 50_000) -> tuple[Timing, list[Row]]:
-    timing, chunks = run_pipeline(machine, samples, chunk_rows)
+    timing, chunks = run_pipeline(machine, Batches(samples), chunk_rows)
     return timing, rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
 
 
@@ -66,29 +68,56 @@ def period(rows: Sequence[Row], stage: int = 0) -> float:
 # --- against the reference ------------------------------------------------------------------------
 
 
+def run_batches(machine: Machine, batches: Batches) -> tuple[Timing, list[Row]]:
+    timing, chunks = run_pipeline(machine, batches)
+    return timing, rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
+
+
+def run_case(case: Case, chunk_rows: int = 50_000) -> tuple[Timing, list[Row], bool]:
+    """Run a case; returns its rows, and whether it got stuck."""
+    timing, chunks = run_pipeline(case.machine, case.batches, chunk_rows)
+    seen, stuck = [], False
+    try:
+        for chunk in chunks:
+            seen.append(chunk.rows)
+    except DeadlockError:
+        stuck = True
+    return timing, rows_of(Trace.concatenate(*seen)), stuck
+
+
 def check_against_the_reference(case: Case) -> None:
-    expected = simulate(case.machine, case.samples)
-    timing, rows = run(case.machine, case.samples)
-    assert rows == expected.rows
+    expected = simulate(case.machine, case.samples, case.batch, case.epoch)
+    timing, rows, stuck = run_case(case)
+    assert (rows, stuck) == (expected.rows, expected.stuck)
+    if stuck:
+        return
     assert timing.cycles == expected.cycles
     assert accounts(timing) == expected.units
-    assert len(rows) == row_count(case.machine, case.samples)
+    assert len(rows) == row_count(case.machine, case.batches)
+    if expected.peaks:
+        assert timing.ledger.core_peak == expected.peaks
 
 
 @settings(max_examples=220, deadline=None, derandomize=True, suppress_health_check=SLOW)
-@given(cases(pipeline__timing="dataflow"))
+@given(cases(every=True, pipeline__timing="dataflow"))
 def test_dataflow_equals_the_cycle_by_cycle_reference(case):
     check_against_the_reference(case)
 
 
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(every=True, pipeline__timing="dataflow", pipeline__memory="enforce"))
+def test_enforced_memory_equals_the_cycle_by_cycle_reference(case):
+    check_against_the_reference(case)
+
+
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
-@given(cases(pipeline__timing="dataflow", core__units="split", pipeline__output_slots=1))
+@given(cases(every=True, pipeline__timing="dataflow", core__units="split", pipeline__output_slots=1))
 def test_split_units_that_share_one_output_slot_equal_the_reference(case):
     check_against_the_reference(case)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=SLOW)
-@given(cases(pipeline__timing="lockstep"))
+@given(cases(every=True, pipeline__timing="lockstep"))
 def test_lockstep_equals_the_cycle_by_cycle_reference(case):
     check_against_the_reference(case)
 
@@ -105,7 +134,7 @@ def test_two_stages_by_hand():
         fabric__hop_cycles=1,
         host__bytes_per_cycle=4,
     )
-    timing, chunks = run_pipeline(with_cycles(made, [(2, 0, 1, 1), (2, 1, 1, 1)]), 2)
+    timing, chunks = run_pipeline(with_cycles(made, [(2, 0, 1, 1), (2, 1, 1, 1)]), Batches(2))
     assert str(Trace.concatenate(*(chunk.rows for chunk in chunks))).splitlines() == [
         "0load0@-1 [0, 1)",
         "0F0@0 [1, 3)",
@@ -276,7 +305,7 @@ def faster(machine: Machine, what: str) -> Machine:
 @given(cases(), st.integers(1, 40))
 def test_chunks_of_any_size_hold_the_same_rows_and_keep_their_promise(case, chunk_rows):
     whole, rows = run(case.machine, case.samples)
-    timing, stream = run_pipeline(case.machine, case.samples, chunk_rows)
+    timing, stream = run_pipeline(case.machine, case.batches, chunk_rows)
     chunks = list(stream)
     assert rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks))) == rows
     assert (timing.cycles, accounts(timing)) == (whole.cycles, accounts(whole))
@@ -296,24 +325,138 @@ def test_a_machine_that_cannot_proceed_names_the_core_that_holds_it():
     with pytest.raises(DeadlockError) as caught:
         run(made, 4)
     messages = str(caught.value).splitlines()
-    assert messages[1].startswith("schedule: core 1: deadlock: sample 0 waits for a credit (0 in flight")
-    assert "core 0" in messages[0]
-    assert "core 2: deadlock: waits for an activation" in messages[2]
+    assert messages[1] == (
+        "schedule: core 1: deadlock: the forward of sample 0 waits for one of 0 credits (0 in flight, 0 done)"
+    )
+    assert "core 0: deadlock: waits for the gradient of sample 0" in messages[0]
+    assert "core 2: deadlock: waits for the activation of sample 0" in messages[2]
 
 
 def test_a_machine_whose_messages_cannot_leave_names_the_slot():
     made = machine(chain(2), pipeline__timing="dataflow", fabric__link_bytes_per_cycle=4)
     pipeline = made.hardware.pipeline.model_copy(update={"output_slots": 0})
     made = replace(made, hardware=made.hardware.model_copy(update={"pipeline": pipeline}))
-    with pytest.raises(DeadlockError, match="core 0: deadlock: sample 0 waits for an output slot"):
+    with pytest.raises(DeadlockError, match="core 0: deadlock: sample 0 waits for a slot of the output buffer"):
         run(made, 2)
 
 
+def crowded(spare: int) -> Machine:
+    """Three stages without credits, whose middle core holds one sample and `spare` bytes more."""
+    made = machine(
+        chain(3, elements=4),
+        pipeline__timing="dataflow",
+        pipeline__memory="enforce",
+        pipeline__credits="unbounded",
+        fabric__link_bytes_per_cycle=4,
+    )
+    return with_spare_bytes(made, [100, spare, 100])
+
+
+def test_younger_inputs_that_take_the_room_of_the_oldest_gradient_are_a_named_deadlock():
+    # core 1 takes in samples (8 bytes each) until nothing is left for the gradient of sample 0's weights (16 bytes)
+    # and for the gradients that core 2 has made
+    with pytest.raises(DeadlockError) as caught:
+        run(crowded(0), 6)
+    of_core = dict(enumerate(str(caught.value).splitlines()))
+    assert "core 0: deadlock: waits for the gradient of sample 0 (6 in flight" in of_core[0]
+    assert "core 1: deadlock: sample 4 waits for 8 bytes (0 free) of the output buffer" in of_core[1]
+    assert "the backward of sample 0 waits for 16 bytes (0 free) (5 in flight" in of_core[1]
+    assert "core 2: deadlock: sample 3 waits for a slot of the output buffer, to leave for stage 1" in of_core[2]
+    assert "a message of sample 1 waits for 8 bytes of the input buffer of core 1 (0 free)" in of_core[2]
+
+
+def test_a_little_more_memory_or_a_credit_resolves_it():
+    timing, _ = run(crowded(16), 6)
+    assert timing.ledger.core_peak[1] <= timing.machine.cores[1].memory.capacity
+    made = crowded(0)
+    timing, _ = run(replace(made, cores=tuple(replace(core, credits=1) for core in made.cores)), 6)
+    assert timing.peak_in_flight == [1, 1, 1]
+
+
+def test_lockstep_refuses_a_machine_whose_enforced_memory_is_too_small():
+    made = machine(chain(3), pipeline__memory="enforce")
+    needed = run(made, 6)[0].ledger.core_peak[0]
+    small = replace(made.cores[0], memory=replace(made.cores[0].memory, capacity=needed - 3))
+    with pytest.raises(
+        UserError, match=rf"core 0 \(layer0\): has {needed - 3} bytes of SRAM and needs {needed}, 3 more"
+    ):
+        run(replace(made, cores=(small, *made.cores[1:])), 6)
+
+
+F0, F1, B0, B1 = (Op.FORWARD, 0), (Op.FORWARD, 1), (Op.INPUT_GRADIENT, 0), (Op.INPUT_GRADIENT, 1)
+
+
+def run_in_order(orders: list[list[tuple[Op, int]]]) -> list[Row]:
+    made = machine(chain(len(orders)), pipeline__timing="dataflow", pipeline__credits="unbounded")
+    _, chunks = run_pipeline(made, Batches(2), orders=orders)
+    return rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
+
+
+def test_stages_run_in_an_order_made_by_hand():
+    rows = run_in_order([[F0, F1, B1, B0], [F1, F0, B1, B0]])
+    for stage, order in enumerate([[F, F, BX, BX], [F, F, BX, BX]]):
+        ran = [(op, sample) for _, _, s, op, sample, *_ in rows if s == stage and op in (F, BX)]
+        assert ran == list(zip(order, [[0, 1, 1, 0], [1, 0, 1, 0]][stage], strict=True))
+
+
+def test_a_crossed_order_is_a_deadlock_that_names_every_core():
+    # core 0 wants the gradient of sample 0 before it forwards sample 1; core 1 wants sample 1 before that gradient
+    with pytest.raises(DeadlockError) as caught:
+        run_in_order([[F0, B0, F1, B1], [F0, F1, B0, B1]])
+    first, second = str(caught.value).splitlines()
+    assert "core 0: deadlock: its order has input_gradient of sample 0 next, and waits for the gradient" in first
+    assert "core 1: deadlock: its order has forward of sample 1 next, and waits for the activation" in second
+
+
+# --- fill and drain -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "batch"), [(1, 4), (4, 1), (4, 8), (6, 32)])
+def test_fill_and_drain_in_lockstep_takes_n_plus_2s_minus_2_steps_per_batch(stages, batch):
+    # lockstep_ideal: F = 3, Bx = Bw = U = 1 in steps of 6; each stage is busy in N of the N + 2S - 2 slots of a batch,
+    # and all of a slot except for U, which comes once: utilization N / (N + 2S - 2), less the missing updates
+    timing, _ = run_batches(machine(chain(stages)), Batches(5 * batch, batch, drained=True))
+    steps = batch + 2 * stages - 2
+    assert timing.cycles == 5 * steps * 6
+    for unit in timing.units:
+        assert unit.forward == 3 * 5 * batch
+        assert unit.busy + 5 * (batch - 1) == Fraction(batch, steps) * timing.cycles
+
+
+@pytest.mark.parametrize("credits", ["unbounded", "lockstep", "1f1b"])
+@pytest.mark.parametrize(("stages", "batch"), [(1, 4), (4, 8), (6, 32)])
+def test_fill_and_drain_in_dataflow_is_busy_n_of_n_plus_s_minus_1(stages, batch, credits):
+    # A shared unit, equal stages, a free fabric. The first F reaches the last stage after (S-1) F, that works without
+    # a pause for N (F + Bx + Bw) + U, and the last gradient needs (S-1) Bx back to stage 0, whose Bw and U are the
+    # last stage's own length later: per batch N (F + Bx + Bw) + U + (S-1) (F + Bx).
+    for forward, input_gradient, weight_gradient, update in [(5, 2, 3, 1), (1000, 998, 1, 1)]:
+        cycles = [(forward, input_gradient, weight_gradient, update)] * stages
+        made = machine(chain(stages), pipeline__timing="dataflow", pipeline__credits=credits)
+        timing, _ = run_batches(with_cycles(made, cycles), Batches(3 * batch, batch, drained=True))
+        busy = batch * (forward + input_gradient + weight_gradient) + update
+        assert timing.cycles == 3 * (busy + (stages - 1) * (forward + input_gradient))
+        assert all(unit.busy == 3 * busy for unit in timing.units)
+    # where F = B and a gradient leaves at the end of all of B, that is N / (N + S - 1)
+    assert busy * 3 / timing.cycles == pytest.approx(batch / (batch + stages - 1), rel=1e-3)
+
+
+def test_batches_end_with_the_epoch_and_with_the_run():
+    # epochs of 5 samples in batches of 2: 2 + 2 + 1, 2 + 2 + 1, and 1 left of the run
+    batches = Batches(11, 2, drained=True, epoch_samples=5)
+    timing, rows = run_batches(machine(chain(2)), batches)
+    updates = [(sample, version) for _, _, s, op, sample, version, _ in rows if (s, op) == (0, U)]
+    assert updates == [(0, 1), (2, 2), (4, 3), (5, 4), (7, 5), (9, 6), (10, 7)]
+    assert batches.count == 7
+    assert [batches.lengths(np.arange(7)).tolist()] == [[2, 2, 1, 2, 2, 1, 1]]
+    assert timing.step_cycles is not None
+    assert timing.cycles == (11 + 7 * 2) * timing.step_cycles
+
+
 def test_an_error_within_the_simulation_is_not_taken_for_a_deadlock(monkeypatch):
-    def fail(core: DataflowCore) -> None:
+    def fail(core: DataflowCore, sample: int) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(DataflowCore, "end_update", fail)
+    monkeypatch.setattr(DataflowCore, "end_backward", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         run(machine(chain(2), pipeline__timing="dataflow"), 3)
 
@@ -491,7 +634,7 @@ def test_coefficients_follow_the_measured_delay_or_the_nominal_one():
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(cases(), st.integers(1, 200))
 def test_every_read_sees_exactly_as_many_updates_as_its_version(case, chunk_rows):
-    _, stream = run_pipeline(case.machine, case.samples, chunk_rows)
+    _, stream = run_pipeline(case.machine, case.batches, chunk_rows)
     chunks = list(stream)
     rows = rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
     version = {(s, op, sample): v for _, _, s, op, sample, v, _ in rows}

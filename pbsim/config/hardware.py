@@ -75,8 +75,8 @@ class Pipeline(Table):
     """PEs per stage: `core.pes` each, or the whole mesh shared out in proportion to work."""
     placement: Literal["snake"] = "snake"
     """Cores lie along a line that folds over the mesh: stage s is a neighbour of s-1 and s+1."""
-    memory: Literal["report"] = "report"
-    """`report`: overflow of a core's SRAM is reported, and nothing waits for memory."""
+    memory: Literal["report", "enforce"] = "report"
+    """`report`: overflow of a core's SRAM is reported; `enforce`: whatever finds no room waits (lockstep: an error)."""
 
 
 class Fabric(Table):

@@ -66,6 +66,10 @@ class Ledger:
             if size > 0:
                 self._grown.append((core, category))
 
+    def level(self, core: int) -> int:
+        """All that a core holds now."""
+        return self._core_total[core]
+
     def settle(self) -> None:
         """The cycle is over: note the levels of what has grown in it."""
         for core, category in self._grown:

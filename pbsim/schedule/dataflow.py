@@ -1,17 +1,23 @@
-"""Pipelined backpropagation in dataflow timing: a core starts as soon as it has input, a credit and a free unit.
+"""The pipeline in dataflow timing: a core starts as soon as it has input, a credit, memory and a free unit.
 
 The host puts samples into stage 0's single input slot. A core's unit takes the oldest sample it can run forward or
-backward, `priority` deciding between the two; what it makes goes through the output buffer onto the links. A sample
-is in flight at a stage from the start of its forward to the end of its update, and credits bound how many are.
+backward, `priority` deciding between the two (a drained schedule runs its forwards first); what it makes goes through
+the output buffer onto the links. A sample is in flight at a stage from the start of its forward to the end of its
+backward and of the update that follows, and credits bound how many are.
+
+Where memory is enforced, whatever finds no room waits: a sample at the host and a message in its output buffer for room
+in the target's input buffer, which they take from the moment they leave; a result for room in the output buffer; a
+forward for room for its stash; a backward for room for the gradient of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from heapq import heappop, heappush
+from collections.abc import Callable, Generator, Sequence
+from heapq import heapify, heappop, heappush
 from typing import cast
 
 import simpy
+from simpy.events import EventPriority
 
 from pbsim.errors import Problem
 from pbsim.hardware.fabric import Route
@@ -19,8 +25,11 @@ from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
 from pbsim.schedule.timing import (
     ADMIT,
+    AGAIN,
     CHOOSE,
+    CHOOSE_BACKWARD,
     GRANT,
+    LOAD,
     CoreState,
     DeadlockError,
     Phase,
@@ -33,9 +42,11 @@ from pbsim.schedule.trace import Op
 
 Process = Generator[simpy.Event, object, None]
 
-
 Message = tuple[Route, int]
 """A message on its way: its route, and the sample it belongs to."""
+
+Order = Sequence[tuple[Op, int]]
+"""What a stage runs, in this order and no other: (`Op.FORWARD` or `Op.INPUT_GRADIENT` for a backward, sample)."""
 
 
 class DataflowFabric:
@@ -43,24 +54,35 @@ class DataflowFabric:
 
     def __init__(self, model: DataflowPipeline) -> None:
         self.model, self.env, self.links = model, model.env, model.timing.links
-        self.ready: list[tuple[int, int, int, Route]] = []
+        self.ready: list[tuple[int, int, int, int, Route]] = []
+        self._admitting = False
 
     def post(self, route: Route, sample: int, *, alone: bool) -> None:
         """A message has entered its core's output buffer and is ready to leave.
 
         `alone` promises that its core posts no other message in this cycle.
         """
-        if alone and not self.ready and self.env.quiet():
+        if alone and not self.ready and self.env.quiet() and self.model.cores[route.target].has_room(route.size):
             self._admit(route, sample)
             return
-        if not self.ready:
+        self.ready.append((self.env.now, route.source, sample, route.target, route))
+        self.admit_later()
+
+    def admit_later(self) -> None:
+        """Admit what is ready once results have entered the output buffers."""
+        if self.ready and not self._admitting:
+            self._admitting = True
             Phase(self.env, ADMIT).callbacks.append(self._admit_ready)
-        self.ready.append((route.source, sample, route.target, route))
 
     def _admit_ready(self, _: simpy.Event) -> None:
-        for _source, sample, _target, route in sorted(self.ready, key=lambda item: item[:3]):
-            self._admit(route, sample)
-        self.ready.clear()
+        self._admitting = False
+        waiting, self.ready = sorted(self.ready, key=lambda item: item[:4]), []
+        for message in waiting:
+            _ready, _source, sample, target, route = message
+            if self.model.cores[target].has_room(route.size):
+                self._admit(route, sample)
+            else:
+                self.ready.append(message)
 
     def _admit(self, route: Route, sample: int) -> None:
         now, hold = self.env.now, route.serialisation
@@ -69,10 +91,42 @@ class DataflowFabric:
         self.model.recorder.row(start, arrival, route.source, Op.SEND, sample, -1, route.target)
         if hold:
             self._later(start + hold - now, self.model.cores[route.source].output_left, (route, sample))
-        self._later(arrival - now, self.model.cores[route.target].arrived, (route, sample))
+        target = self.model.cores[route.target]
+        if target.enforced:
+            target.book(Category.INPUT_BUFFER, route.size)
+        self._later(arrival - now, target.arrived, (route, sample))
 
     def _later(self, delay: int, action: Callable[[simpy.Event], None], message: Message) -> None:
         self.env.timeout(delay, message).callbacks.append(action)
+
+
+class DataflowHost:
+    """Sends the samples, one whenever stage 0's input slot is free (and, where enforced, its core has room)."""
+
+    def __init__(self, model: DataflowPipeline) -> None:
+        self.model, self.env = model, model.env
+        self.samples, self.cycles, self.size = model.timing.samples, model.machine.host_cycles, model.machine.host_bytes
+        self.sent = 0
+        self.slot_free = True
+        Phase(self.env, LOAD).callbacks.append(lambda _: self.send())
+
+    def send(self) -> None:
+        """Send the next sample, if it can be sent."""
+        core = self.model.cores[0]
+        if not (self.slot_free and self.sent < self.samples and core.has_room(self.size)):
+            return
+        self.model.recorder.row(self.env.now, self.env.now + self.cycles, 0, Op.LOAD, self.sent)
+        self.slot_free = False
+        if core.enforced:
+            core.book(Category.INPUT_BUFFER, self.size)
+        self.env.timeout(self.cycles).callbacks.append(self._arrived)
+
+    def _arrived(self, _: simpy.Event) -> None:
+        core = self.model.cores[0]
+        if not core.enforced:
+            core.book(Category.INPUT_BUFFER, self.size)
+        self.sent += 1
+        core.forward_is_ready(self.sent - 1)
 
 
 class DataflowUnit:
@@ -81,6 +135,7 @@ class DataflowUnit:
     def __init__(self, core: DataflowCore, usage: UnitCycles, forwards: bool, backwards: bool) -> None:
         self.core, self.usage = core, usage
         self.forwards, self.backwards = forwards, backwards
+        self.phase: EventPriority = CHOOSE if forwards else CHOOSE_BACKWARD
         self.remaining = core.model.timing.samples
         self.asleep: simpy.Event | None = None
         self.started = False
@@ -88,54 +143,58 @@ class DataflowUnit:
     def run(self) -> Process:
         """The story of a unit: choose, compute, pass on, until every sample is done."""
         core, env = self.core, self.core.env
-        yield Phase(env, CHOOSE)
+        yield Phase(env, self.phase)
         while self.remaining:
             choice = core.choose(self)
             if choice is None:
                 yield from self.sleep()
                 continue
             self.started = True
-            if choice == Op.FORWARD:
-                yield from core.forward(self)
+            op, sample = choice
+            if op == Op.FORWARD:
+                yield from core.forward(self, sample)
                 self.remaining -= not self.backwards
             else:
-                yield from core.backward(self)
+                yield from core.backward(self, sample)
                 self.remaining -= 1
             if not env.quiet():
-                yield Phase(env, CHOOSE)
+                yield Phase(env, self.phase)
         core.model.finished(self)
 
     def sleep(self) -> Process:
         """Wait until something arrives; account for the wait by what is missing."""
-        since = self.core.env.now
-        starved = not (self.forwards and self.core.forward_ready)
+        since, held_back = self.core.env.now, self.core.held_back(self)
         self.asleep = self.core.env.event()
         yield self.asleep
         waited = self.core.env.now - since
         if not self.started:
             self.usage.idle += waited
-        elif starved:
-            self.usage.stall_input += waited
-        else:
+        elif held_back:
             self.usage.stall_memory += waited
+        else:
+            self.usage.stall_input += waited
 
     def wake(self) -> None:
-        """Something has changed: choose again in this cycle's last phase."""
+        """Something has changed: choose again in this cycle."""
         if self.asleep is not None:
             event, self.asleep = self.asleep, None
-            fire(event, CHOOSE)
+            fire(event, self.phase)
 
 
 class DataflowCore(CoreState):
     """A core: buffers, credits, and the operations its units run."""
 
-    def __init__(self, model: DataflowPipeline, core: MachineCore) -> None:
+    def __init__(self, model: DataflowPipeline, core: MachineCore, order: Order | None) -> None:
         super().__init__(model.env, model.machine, model.timing, core)
         self.model, self.credits = model, core.credits
-        self.backward_first = model.machine.hardware.pipeline.priority == "backward"
+        self.enforced, self.capacity = model.machine.hardware.pipeline.memory == "enforce", core.memory.capacity
+        self.drained = model.timing.batches.drained
+        self.backward_first = model.machine.hardware.pipeline.priority == "backward" and not self.drained
+        self.order = list(reversed(order)) if order is not None else None
         self.free_slots = model.machine.hardware.pipeline.output_slots
         self.forward_ready: list[int] = []
         self.backward_ready: list[int] = []
+        self._forward_growth = self.sample_bytes - self.activation_bytes
         self._results = [channel.forward for channel in self.outgoing]
         self._passed_back = [channel.gradient for channel in self.incoming]
         self._enough_slots = len(self.incoming) + len(self.outgoing) if model.machine.split else 1
@@ -145,20 +204,65 @@ class DataflowCore(CoreState):
         self._activations: dict[int, int] = {}
         self._gradients: dict[int, int] = {}
 
-    def choose(self, unit: DataflowUnit) -> Op | None:
-        """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
-        backward = unit.backwards and self.backward_ready
-        forward = unit.forwards and self.forward_ready and (self.credits is None or self.in_flight < self.credits)
-        if backward and (self.backward_first or not forward):
-            return Op.INPUT_GRADIENT
-        return Op.FORWARD if forward else None
+    def has_room(self, size: int) -> bool:
+        """Whether the core's memory has room for so much more; always, where capacity is not enforced."""
+        return not self.enforced or self.model.timing.ledger.level(self.stage) + size <= self.capacity
 
-    def forward(self, unit: DataflowUnit) -> Process:
-        """F of the oldest ready sample: read the weights as they are, compute, pass the result on."""
-        sample, now = heappop(self.forward_ready), self.env.now
+    def choose(self, unit: DataflowUnit) -> tuple[Op, int] | None:
+        """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
+        backward = self._next_backward() if unit.backwards else None
+        if backward is not None and not self.has_room(self.missing_gradient_bytes):
+            backward = None
+        forward = self._next_forward() if unit.forwards and (backward is None or not self.backward_first) else None
+        if forward is not None and self._may_forward():
+            return Op.FORWARD, self._take(self.forward_ready, forward)
+        return None if backward is None else (Op.INPUT_GRADIENT, self._take(self.backward_ready, backward))
+
+    def held_back(self, unit: DataflowUnit) -> bool:
+        """Whether a unit that has chosen nothing has all it needs but a credit or memory."""
+        forward = unit.forwards and self._next_forward() is not None
+        return forward or (unit.backwards and self._next_backward() is not None)
+
+    def _next_forward(self) -> int | None:
+        """The oldest sample whose inputs, and whose weights, are there."""
+        if not self.forward_ready:
+            return None
+        sample = self.forward_ready[0]
+        if self.order is not None:
+            return self._ordered(Op.FORWARD, self.forward_ready)
+        return None if self.drained and self.version < self._batches.index(sample) else sample
+
+    def _next_backward(self) -> int | None:
+        if not self.backward_ready:
+            return None
+        return self.backward_ready[0] if self.order is None else self._ordered(Op.INPUT_GRADIENT, self.backward_ready)
+
+    def _ordered(self, op: Op, ready: list[int]) -> int | None:
+        """The sample that stands next in an order made by hand, if it is this operation's and ready."""
+        due = self.order[-1] if self.order else None
+        return due[1] if due is not None and due[0] == op and due[1] in ready else None
+
+    def _may_forward(self) -> bool:
+        return (self.credits is None or self.in_flight < self.credits) and self.has_room(self._forward_growth)
+
+    def _take(self, ready: list[int], sample: int) -> int:
+        if self.order is None:
+            return heappop(ready)
+        self.order.pop()
+        ready.remove(sample)
+        heapify(ready)
+        return sample
+
+    def forward(self, unit: DataflowUnit, sample: int) -> Process:
+        """F of a sample: read the weights as they are, compute, pass the result on."""
+        now = self.env.now
         self.begin_forward(sample)
         if self.stage == 0:
-            self.model.input_slot_free()
+            self.model.host.slot_free = True
+        if self.enforced:
+            self.model.freed(self, AGAIN)
+        elif self.stage == 0:
+            self.model.host.send()
         self.model.recorder.row(now, now + self.forward_cycles, self.stage, Op.FORWARD, sample, self.version)
         yield self.env.timeout(self.forward_cycles)
         unit.usage.forward += self.forward_cycles
@@ -167,29 +271,32 @@ class DataflowCore(CoreState):
         else:
             self._backward_is_ready(sample)
 
-    def backward(self, unit: DataflowUnit) -> Process:
-        """Bx, Bw and U of the oldest ready sample, back to back; the gradients leave at the end of Bx."""
-        sample, now = heappop(self.backward_ready), self.env.now
+    def backward(self, unit: DataflowUnit, sample: int) -> Process:
+        """Bx, Bw and, where one is due, U of a sample, back to back; the gradients leave at the end of Bx."""
+        now = self.env.now
         row, stage, usage = self.model.recorder.row, self.stage, unit.usage
-        version = self.backward_version(sample)
+        version = self.begin_backward(sample)
         row(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, version)
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
         if self._passed_back:
             yield from self.emit(unit, self._passed_back, sample)
         now = self.env.now
-        computed = now + self.weight_gradient_cycles
-        updated = computed + self.update_cycles
-        self.begin_weight_gradient()
+        computed = updated = now + self.weight_gradient_cycles
         row(now, computed, stage, Op.WEIGHT_GRADIENT, sample, version)
-        row(computed, updated, stage, Op.UPDATE, sample, self.version + 1)
+        if self.updates_after(sample):
+            updated += self.update_cycles
+            first, made = self.update_row(sample)
+            row(computed, updated, stage, Op.UPDATE, first, made)
         if updated > now:
             yield self.env.timeout(updated - now)
         usage.input_gradient += self.input_gradient_cycles
         usage.weight_gradient += self.weight_gradient_cycles
-        usage.update += self.update_cycles
-        self.end_update()
-        self._wake()
+        usage.update += updated - computed
+        self.end_backward(sample)
+        if self.enforced:
+            self.model.freed(self, LOAD)
+        self.wake()
 
     def emit(self, unit: DataflowUnit, routes: list[Route], sample: int) -> Process:
         """Put a result's messages into the output buffer, one after the other; the unit waits for a free slot.
@@ -197,7 +304,7 @@ class DataflowCore(CoreState):
         A message that holds no link for any cycle needs no slot. With split units the other unit may want one in the
         same cycle: unless there are enough for both, slots are granted once every completion has come.
         """
-        unrivalled = self.free_slots >= self._enough_slots and not self.waiting
+        unrivalled = self.free_slots >= self._enough_slots and not self.waiting and not self.enforced
         for route in routes:
             if not route.serialisation:
                 self.model.fabric.post(route, sample, alone=len(routes) == 1)
@@ -206,7 +313,7 @@ class DataflowCore(CoreState):
             else:
                 since, granted = self.env.now, self.env.event()
                 heappush(self.waiting, (since, sample, route.target, route, granted))
-                self._grant_later()
+                self.grant_later()
                 yield granted
                 unit.usage.stall_output += self.env.now - since
 
@@ -215,30 +322,36 @@ class DataflowCore(CoreState):
         self.book(Category.OUTPUT_BUFFER, route.size)
         self.model.fabric.post(route, sample, alone=alone)
 
-    def _grant_later(self) -> None:
-        if self.waiting and self.free_slots and not self._granting:
+    def grant_later(self) -> None:
+        """Give free output slots to what waits for them, once every completion of this cycle has come."""
+        if self.waiting and self.free_slots and self.has_room(self.waiting[0][3].size) and not self._granting:
             self._granting = True
             Phase(self.env, GRANT).callbacks.append(self._grant)
 
     def _grant(self, _: simpy.Event) -> None:
         """Give a free slot to the message that has waited longest, of those to the oldest sample's."""
         self._granting = False
+        if not self.has_room(self.waiting[0][3].size):
+            return
         _since, sample, _target, route, granted = heappop(self.waiting)
         self._enter_slot(route, sample, alone=False)
         granted.succeed()
-        self._grant_later()
+        self.grant_later()
 
     def output_left(self, event: simpy.Event) -> None:
         """A message's last byte has left, and its slot is free."""
         route, _ = cast(Message, event.value)
         self.free_slots += 1
         self.book(Category.OUTPUT_BUFFER, -route.size)
-        self._grant_later()
+        self.grant_later()
+        if self.enforced:
+            self.model.freed(self, LOAD)
 
     def arrived(self, event: simpy.Event) -> None:
         """A message has come in: a sample may have become ready."""
         route, sample = cast(Message, event.value)
-        self.book(Category.INPUT_BUFFER, route.size)
+        if not self.enforced:
+            self.book(Category.INPUT_BUFFER, route.size)
         if route.source > self.stage:
             if self._complete(self._gradients, sample, len(self.outgoing)):
                 self._backward_is_ready(sample)
@@ -257,36 +370,78 @@ class DataflowCore(CoreState):
     def forward_is_ready(self, sample: int) -> None:
         """All inputs of a sample are here."""
         heappush(self.forward_ready, sample)
-        self._wake()
+        self.wake()
 
     def _backward_is_ready(self, sample: int) -> None:
         heappush(self.backward_ready, sample)
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let units that sleep choose again."""
         for unit in self.units:
             unit.wake()
 
     def waits_for(self) -> str:
         """For a deadlock's message: what this core has, and what it waits for."""
-        state = f"{self.in_flight} in flight, {self.version} updates done"
+        ledger = self.model.timing.ledger
+        free = self.capacity - ledger.level(self.stage)
+        waits = []
         if self.waiting:
-            return f"deadlock: sample {self.waiting[0][1]} waits for an output slot ({state})"
-        if self.forward_ready:
-            return f"deadlock: sample {self.forward_ready[0]} waits for a credit ({state})"
-        return f"deadlock: waits for an activation or a gradient ({state})"
+            _, sample, target, route, _granted = self.waiting[0]
+            room = "a slot" if not self.free_slots else f"{route.size} bytes ({free} free)"
+            waits.append(f"sample {sample} waits for {room} of the output buffer, to leave for stage {target}")
+        if self.backward_ready and not self.has_room(self.missing_gradient_bytes):
+            need = self.missing_gradient_bytes
+            waits.append(f"the backward of sample {self.backward_ready[0]} waits for {need} bytes ({free} free)")
+        forward = self._next_forward()
+        if forward is not None and not self.has_room(self._forward_growth):
+            waits.append(f"the forward of sample {forward} waits for {self._forward_growth} bytes ({free} free)")
+        elif forward is not None and not self._may_forward():
+            waits.append(f"the forward of sample {forward} waits for one of {self.credits} credits")
+        for _, source, sample, target, route in self.model.fabric.ready:
+            if source == self.stage:
+                there = self.model.cores[target]
+                left = there.capacity - ledger.level(target)
+                buffer = f"{route.size} bytes of the input buffer of core {target} ({left} free)"
+                waits.append(f"a message of sample {sample} waits for {buffer}")
+        if self.order:
+            op, due = self.order[-1]
+            what = "the activation" if op == Op.FORWARD else "the gradient"
+            waits.append(f"its order has {op.label} of sample {due} next, and waits for {what}")
+        elif not waits:
+            waits.append(f"waits for {self._missing_message()}")
+        state = f"{self.in_flight} in flight, {self.done} done"
+        return f"deadlock: {'; '.join(waits)} ({state})"
+
+    def _missing_message(self) -> str:
+        """The oldest thing that has not come."""
+        if self.in_flight > len(self.backward_ready):
+            return f"the gradient of sample {self.done}"
+        if self.stage == 0:
+            return f"sample {self.done} from the host"
+        return f"the activation of sample {self.done + self.in_flight}"
 
 
 class DataflowPipeline:
-    """The whole machine in dataflow timing; `recorder.chunks()` runs it."""
+    """The whole machine in dataflow timing; `recorder.chunks()` runs it.
 
-    def __init__(self, machine: Machine, timing: Timing, recorder: Recorder) -> None:
+    Parameters
+    ----------
+    orders : per stage what it runs, made by hand; by default each stage chooses.
+    """
+
+    def __init__(
+        self, machine: Machine, timing: Timing, recorder: Recorder, orders: Sequence[Order] | None = None
+    ) -> None:
         self.machine, self.timing, self.recorder = machine, timing, recorder
         self.env = recorder.env
         self.fabric = DataflowFabric(self)
-        self.cores = [DataflowCore(self, core) for core in machine.cores]
+        self.cores = [
+            DataflowCore(self, core, None if orders is None else orders[core.stage]) for core in machine.cores
+        ]
         self.unfinished: set[DataflowUnit] = set()
         self.finished_at: dict[DataflowUnit, int] = {}
+        self._freed: dict[EventPriority, list[DataflowCore]] = {}
         usages = iter(timing.units)
         for core in self.cores:
             roles = ((True, False), (False, True)) if machine.split else ((True, True),)
@@ -294,22 +449,22 @@ class DataflowPipeline:
             self.unfinished.update(core.units)
             for unit in core.units:
                 self.env.process(unit.run())
-        self._slot: simpy.Event = self.env.event()
-        self.env.process(self._host())
+        self.host = DataflowHost(self)
 
-    def _host(self) -> Process:
-        for sample in range(self.timing.samples):
-            now = self.env.now
-            self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, sample)
-            yield self.env.timeout(self.machine.host_cycles)
-            self.cores[0].book(Category.INPUT_BUFFER, self.machine.host_bytes)
-            self._slot = self.env.event()
-            self.cores[0].forward_is_ready(sample)
-            yield self._slot
+    def freed(self, core: DataflowCore, phase: EventPriority) -> None:
+        """Memory of a core, or stage 0's input slot, has become free: at that phase, let what waits for it go on."""
+        if phase not in self._freed:
+            self._freed[phase] = []
+            Phase(self.env, phase).callbacks.append(lambda _: self._use_freed(phase))
+        self._freed[phase].append(core)
 
-    def input_slot_free(self) -> None:
-        """Stage 0 has taken the sample out of its input slot: the host may send the next."""
-        self._slot.succeed()
+    def _use_freed(self, phase: EventPriority) -> None:
+        cores = dict.fromkeys(self._freed.pop(phase))
+        self.host.send()
+        for core in cores:
+            core.grant_later()
+            core.wake()
+        self.fabric.admit_later()
 
     def finished(self, unit: DataflowUnit) -> None:
         """A unit has run its last operation."""

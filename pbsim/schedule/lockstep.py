@@ -1,18 +1,21 @@
-"""Pipelined backpropagation in lockstep: all cores step together, and results move at step boundaries.
+"""The pipeline in lockstep: all cores step together, and results move at step boundaries.
 
-In step k, stage s runs the forward of sample k - s, then the backward (Bx, Bw, U) of sample k - 2(S-1) + s. All
-messages of a step are sent together once the slowest core has finished, and the next step starts when the last of
-them has arrived. So every stage's delay is exactly D_s = 2(S-1-s): the papers' machine. The first step starts at
-cycle 0 with the first sample in stage 0's input slot.
+In step k, stage s runs the forward of the sample that entered in step k - s, then the backward (Bx, Bw, U) of the one
+that entered in step k - 2(S-1) + s. Samples enter one per step; in a drained schedule every stage updates once behind a
+batch, and the next batch enters once it has left. All messages of a step are sent together once the slowest core has
+finished, and the next step starts when the last of them has arrived. So under pipelined backpropagation every stage's
+delay is exactly D_s = 2(S-1-s): the papers' machine. The first step starts at cycle 0 with the first sample in stage
+0's input slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import simpy
 
+from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
@@ -37,12 +40,12 @@ class LockstepPipeline:
     def __init__(self, machine: Machine, timing: Timing, recorder: Recorder) -> None:
         self.machine, self.timing, self.recorder = machine, timing, recorder
         self.env = recorder.env
-        self.stages, self.samples = machine.stages, timing.samples
-        self.steps = timing.samples + 2 * self.stages - 2
+        self.stages, self.batches = machine.stages, timing.batches
+        self.steps = self._entry(timing.samples - 1) + 2 * self.stages - 1
         self.compute_cycles = max(step_compute_cycles(machine, core) for core in machine.cores)
-        self._messages: dict[tuple[int, int, int, int], list[StepMessage]] = {}
-        steps = self._distinct_steps()
-        last_arrival = max((message.arrival for step in steps for message in self.messages(step)), default=0)
+        self._messages: dict[tuple[bool, ...], list[StepMessage]] = {}
+        arrivals = (message.arrival for step in self._distinct_steps() for message in self.messages(step))
+        last_arrival = max(arrivals, default=0)
         host = machine.host_cycles if timing.samples > 1 else 0
         self.step_cycles = self.compute_cycles + max(last_arrival, host)
         timing.step_cycles = self.step_cycles
@@ -55,32 +58,46 @@ class LockstepPipeline:
             self.env.process(self._core(CoreState(self.env, machine, timing, core), usages))
         self.env.process(self._clock())
 
+    def entering(self, step: int) -> int | None:
+        """The sample that enters stage 0 in a step."""
+        if step < 0:
+            return None
+        if not self.batches.drained:
+            return step if step < self.batches.samples else None
+        drain, batches = 2 * self.stages - 2, self.batches
+        epoch, within = divmod(step, batches.epoch + batches.per_epoch * drain)
+        batch, place = divmod(within, batches.size + drain)
+        sample = epoch * batches.epoch + batch * batches.size + place
+        end = min((epoch + 1) * batches.epoch, batches.samples)
+        return sample if place < batches.size and sample < end else None
+
+    def _entry(self, sample: int) -> int:
+        """The step in which a sample enters: the inverse of `entering`."""
+        return sample + self.batches.index(sample) * (2 * self.stages - 2) * self.batches.drained
+
     def forward_sample(self, stage: int, step: int) -> int | None:
         """The sample whose forward a stage runs in a step."""
-        sample = step - stage
-        return sample if 0 <= sample < self.samples else None
+        return self.entering(step - stage)
 
     def backward_sample(self, stage: int, step: int) -> int | None:
         """The sample whose backward a stage runs in a step."""
-        sample = step - 2 * (self.stages - 1) + stage
-        return sample if 0 <= sample < self.samples else None
+        return self.entering(step - 2 * (self.stages - 1) + stage)
 
     def close(self) -> None:
-        """Complete the accounts at the end."""
+        """Complete the accounts at the end; raises `UserError` where memory is enforced and was not enough."""
         self.timing.ledger.settle()
+        if self.machine.hardware.pipeline.memory == "enforce":
+            peaks = zip(self.machine.cores, self.timing.ledger.core_peak, strict=True)
+            over = [(core, peak) for core, peak in peaks if peak > core.memory.capacity]
+            if over:
+                raise UserError(_overflow(core, peak) for core, peak in over)
 
     def messages(self, step: int) -> list[StepMessage]:
         """The messages of a step, admitted to the links in the order (source stage, sample, target stage)."""
-        last = self.stages - 1
-        present = (  # the stages that run forward, and those that run backward, are ranges
-            max(0, step - self.samples + 1),
-            min(last, step),
-            max(0, 2 * last - step),
-            min(last, 2 * last - step + self.samples - 1),
-        )
-        if present not in self._messages:
-            self._messages[present] = self._admitted(step)
-        return self._messages[present]
+        entered = tuple(self.entering(step - age) is not None for age in range(2 * self.stages - 1))
+        if entered not in self._messages:
+            self._messages[entered] = self._admitted(step)
+        return self._messages[entered]
 
     def _admitted(self, step: int) -> list[StepMessage]:
         due = []
@@ -101,10 +118,21 @@ class LockstepPipeline:
         sample_of = self.forward_sample if route.source < route.target else self.backward_sample
         return sample_of(route.source, step)
 
-    def _distinct_steps(self) -> list[int]:
-        """Steps that between them show every set of messages: the fill, a full step, the drain."""
-        fill = min(self.steps, 2 * self.stages - 1)
-        return [*range(fill), *range(max(fill, self.samples - 1), self.steps)]
+    def _distinct_steps(self) -> Iterator[int]:
+        """Steps that between them show every set of messages.
+
+        These are the fill, a full step and the drain of the run, or of batches of each length.
+        """
+        batches, lengths = self.batches, {self.batches.samples: 0}
+        if batches.drained:
+            last = batches.count - 1
+            candidates = dict.fromkeys(b for b in (0, batches.per_epoch - 1, last) if b <= last)
+            lengths = {batches.end(b) - batches.first(b): self._entry(batches.first(b)) for b in candidates}
+        for length, base in lengths.items():
+            count = length + 2 * self.stages - 2
+            fill = min(count, 2 * self.stages - 1)
+            yield from range(base, base + fill)
+            yield from range(base + max(fill, length - 1), base + count)
 
     def _clock(self) -> Process:
         """The story of a step: all compute, all send, everything arrives, the next step begins."""
@@ -113,15 +141,16 @@ class LockstepPipeline:
             now, messages = self.env.now, self.messages(step)
             for message in messages:
                 self._send(message, step, now)
-            if step + 1 < self.samples:
-                self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, step + 1)
+            entering = self.entering(step + 1)
+            if entering is not None:
+                self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, entering)
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
             arrived = self.env.now
             for message in messages:
                 route = message.route
                 self.timing.ledger.add(arrived, route.source, Category.OUTPUT_BUFFER, -route.size)
                 self.timing.ledger.add(arrived, route.target, Category.INPUT_BUFFER, route.size)
-            if step + 1 < self.samples:
+            if entering is not None:
                 self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
             boundary, self._boundary = self._boundary, self.env.event()
             fire(boundary, CHOOSE)
@@ -153,19 +182,21 @@ class LockstepPipeline:
             if backward is not None:
                 start = begin if together else computed
                 gradient = start + core.input_gradient_cycles
-                weights = gradient + core.weight_gradient_cycles
-                end = weights + core.update_cycles
-                version = core.backward_version(backward)
+                end = weights = gradient + core.weight_gradient_cycles
+                if start > begin:
+                    yield self.env.timeout(start - begin)
+                version = core.begin_backward(backward)
                 row(start, gradient, stage, Op.INPUT_GRADIENT, backward, version)
                 row(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version)
-                row(weights, end, stage, Op.UPDATE, backward, core.version + 1)
-                yield self.env.timeout(gradient - begin)
-                core.begin_weight_gradient()
-                yield self.env.timeout(end - gradient)
-                core.end_update()
+                if core.updates_after(backward):
+                    end += core.update_cycles
+                    first, made = core.update_row(backward)
+                    row(weights, end, stage, Op.UPDATE, first, made)
+                yield self.env.timeout(end - start)
+                core.end_backward(backward)
                 backward_usage.input_gradient += core.input_gradient_cycles
                 backward_usage.weight_gradient += core.weight_gradient_cycles
-                backward_usage.update += core.update_cycles
+                backward_usage.update += end - weights
                 _extend(active[id(backward_usage)], start, end, first=self.machine.split and backward == 0)
             yield self._boundary
         for usage in usages:
@@ -178,6 +209,12 @@ def _extend(span: list[int], start: int, end: int, *, first: bool) -> None:
     if first:
         span[0] = start
     span[1] = end
+
+
+def _overflow(core: MachineCore, peak: int) -> Problem:
+    capacity = core.memory.capacity
+    missing = f"has {capacity} bytes of SRAM and needs {peak}, {peak - capacity} more; in lockstep nothing can wait"
+    return Problem("hardware", f"core {core.stage} ({core.name})", "", missing)
 
 
 def step_compute_cycles(machine: Machine, core: MachineCore) -> int:

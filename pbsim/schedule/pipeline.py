@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pbsim.hardware.machine import Machine
-from pbsim.schedule.dataflow import DataflowPipeline
+from pbsim.schedule.batches import Batches
+from pbsim.schedule.dataflow import DataflowPipeline, Order
 from pbsim.schedule.lockstep import LockstepPipeline
 from pbsim.schedule.timing import Clock, Recorder, Timing
 from pbsim.schedule.trace import Chunk
 
-TIMINGS: dict[str, type[DataflowPipeline] | type[LockstepPipeline]] = {
-    "dataflow": DataflowPipeline,
-    "lockstep": LockstepPipeline,
-}
 CHUNK_ROWS = 50_000
 
 
-def run_pipeline(machine: Machine, samples: int, chunk_rows: int = CHUNK_ROWS) -> tuple[Timing, Iterator[Chunk]]:
-    """Simulate pipelined backpropagation of `samples` samples.
+def run_pipeline(
+    machine: Machine, batches: Batches, chunk_rows: int = CHUNK_ROWS, orders: Sequence[Order] | None = None
+) -> tuple[Timing, Iterator[Chunk]]:
+    """Simulate the machine on the samples of a run.
+
+    Parameters
+    ----------
+    orders : per stage what it runs, made by hand (dataflow only); by default each stage chooses for itself.
 
     Returns
     -------
@@ -28,10 +31,15 @@ def run_pipeline(machine: Machine, samples: int, chunk_rows: int = CHUNK_ROWS) -
     Raises
     ------
     DeadlockError : from the chunks, if the machine stops before every sample is done.
+    UserError : from the chunks, if lockstep needs more memory than there is and this is enforced.
     """
-    timing = Timing(machine, samples)
+    timing = Timing(machine, batches)
     recorder = Recorder(Clock(), chunk_rows)
-    model: DataflowPipeline | LockstepPipeline = TIMINGS[machine.hardware.pipeline.timing](machine, timing, recorder)
+    model: DataflowPipeline | LockstepPipeline
+    if machine.hardware.pipeline.timing == "lockstep":
+        model = LockstepPipeline(machine, timing, recorder)
+    else:
+        model = DataflowPipeline(machine, timing, recorder, orders)
 
     def chunks() -> Iterator[Chunk]:
         yield from recorder.chunks()
@@ -40,6 +48,7 @@ def run_pipeline(machine: Machine, samples: int, chunk_rows: int = CHUNK_ROWS) -
     return timing, chunks()
 
 
-def row_count(machine: Machine, samples: int) -> int:
-    """How many rows the trace of a run has: F, Bx, Bw, U per stage, two messages per channel, a load."""
-    return samples * (4 * machine.stages + 2 * len(machine.channels) + 1)
+def row_count(machine: Machine, batches: Batches) -> int:
+    """How many rows the trace of a run has: F, Bx, Bw per stage, two messages per channel, a load; U per batch."""
+    per_sample = 3 * machine.stages + 2 * len(machine.channels) + 1
+    return batches.samples * per_sample + batches.count * machine.stages

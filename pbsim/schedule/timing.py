@@ -1,8 +1,9 @@
 """What both timings of a pipeline share: the clock's phases, the recorder, units that account for their cycles.
 
-At a cycle everything that ends or arrives comes first; then results enter free output slots; then messages that became
-ready are admitted to the links; then each free unit chooses what to do next. SimPy orders events of one cycle by
-priority, which is how these phases are told apart.
+At a cycle everything that ends or arrives comes first; then the host sends; then results enter free output slots; then
+messages that became ready are admitted to the links; then each free unit chooses what to do next; and what the choices
+have freed is used in the same way again. SimPy orders events of one cycle by priority, which is how these phases are
+told apart.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from pbsim.errors import UserError
 from pbsim.hardware.fabric import Links
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category, Ledger
+from pbsim.schedule.batches import Batches
 from pbsim.schedule.trace import COLUMNS, Chunk, Trace
 
-GRANT = EventPriority(2)
-"""After all completions and arrivals of a cycle (SimPy's NORMAL is 1): results enter free output slots."""
-ADMIT = EventPriority(3)
+LOAD = EventPriority(2)
+"""After all completions and arrivals of a cycle (SimPy's NORMAL is 1): the host sends if it can."""
+GRANT = EventPriority(3)
+"""After that: results enter free output slots."""
+ADMIT = EventPriority(4)
 """After that: messages that became ready enter the links."""
-CHOOSE = EventPriority(4)
-"""Last of a cycle: free units choose."""
-
+CHOOSE = EventPriority(5)
+"""After that: free units choose; of two units of a core the backward one at `CHOOSE_BACKWARD`."""
+CHOOSE_BACKWARD = EventPriority(6)
+"""See `CHOOSE`."""
+AGAIN = EventPriority(7)
+"""Last of a cycle: what the choices have freed may be used."""
 
 EVENTS_EXHAUSTED = "No scheduled events left"
 """How SimPy says that a simulation is over while it waits for an event."""
@@ -62,8 +69,8 @@ class UnitCycles:
     """How one unit of one core spent the run; the fields sum to the run's cycles (checked by the audit).
 
     Waiting for work before a unit's first operation and after its last is `idle`; every other wait is a stall,
-    named after what was missing: `stall_input` an activation or a gradient (in lockstep also the end of the step),
-    `stall_output` a place in the output buffer, `stall_memory` a credit.
+    named after what was missing: `stall_input` an activation, a gradient or the batch's update (in lockstep also the
+    end of the step), `stall_output` a place in the output buffer, `stall_memory` a credit or room in the core's memory.
     """
 
     core: int
@@ -127,6 +134,7 @@ class Timing:
 
     Attributes
     ----------
+    batches : which samples share an update.
     cycles : of the whole run, from the first sample's start to the last update's end.
     units : one entry per core, or two with split units (`forward`, `backward`).
     ledger, links : memory and fabric, with what they have held and carried.
@@ -135,7 +143,7 @@ class Timing:
     """
 
     machine: Machine
-    samples: int
+    batches: Batches
     ledger: Ledger = field(init=False)
     links: Links = field(init=False)
     units: list[UnitCycles] = field(init=False)
@@ -149,6 +157,11 @@ class Timing:
         self.links = self.machine.links()
         self.units = [UnitCycles(core.stage, name) for core in self.machine.cores for name in names]
         self.peak_in_flight = [0] * self.machine.stages
+
+    @property
+    def samples(self) -> int:
+        """Samples of the run."""
+        return self.batches.samples
 
 
 class CoreState:
@@ -165,10 +178,14 @@ class CoreState:
         host_bytes = machine.host_bytes if self.stage == 0 else 0
         self.activation_bytes = host_bytes + sum(c.forward.size for c in self.incoming)
         self.gradient_bytes = sum(c.gradient.size for c in self.outgoing)
+        self.sample_bytes = self.memory.stash + self.memory.weight_versions
         self.version = 0
+        self.done = 0
+        self.in_flight = 0
         self._stash_weights = machine.stash_weights
         self._versions: dict[int, int] = {}
-        self.in_flight = 0
+        self._holds_gradients = False
+        self._batches = timing.batches
         self._timing, self._add = timing, timing.ledger.add
 
     def book(self, category: Category, size: int) -> None:
@@ -183,28 +200,45 @@ class CoreState:
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
         self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
-        self._book_stash(1)
+        self._book_kept(1)
 
-    def backward_version(self, sample: int) -> int:
-        """The version that a backward which starts now reads: the present one, or under stashing its forward's."""
+    def begin_backward(self, sample: int) -> int:
+        """Room for the gradient of the weights, until the update; returns the version that Bx and Bw read.
+
+        That is the present one, or under weight stashing the forward's.
+        """
+        self.book(Category.GRADIENTS, self.missing_gradient_bytes)
+        self._holds_gradients = True
         return self._versions.pop(sample) if self._stash_weights else self.version
 
-    def begin_weight_gradient(self) -> None:
-        """Room for the gradient of the weights."""
-        self._add(self.env.now, self.stage, Category.GRADIENTS, self.memory.gradients)
+    @property
+    def missing_gradient_bytes(self) -> int:
+        """What a backward that starts now needs: room for the gradient, unless the batch has it already."""
+        return 0 if self._holds_gradients else self.memory.gradients
 
-    def end_update(self) -> None:
-        """A sample has left: its stash, its gradients and, from now, the old weights are gone."""
-        self._add(self.env.now, self.stage, Category.GRADIENTS, -self.memory.gradients)
-        self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.gradient_bytes)
-        self._book_stash(-1)
-        self.version += 1
+    def updates_after(self, sample: int) -> bool:
+        """Whether an update follows the sample's backward."""
+        return self._batches.is_last(sample)
+
+    def update_row(self, sample: int) -> tuple[int, int]:
+        """The sample that names the update, the first of its batch, and the version that the update makes."""
+        return self._batches.first(self._batches.index(sample)), self.version + 1
+
+    def end_backward(self, sample: int) -> None:
+        """A sample has left: its stash and, after an update, the gradient and the old weights are gone."""
+        if self.updates_after(sample):
+            self.book(Category.GRADIENTS, -self.memory.gradients)
+            self._holds_gradients = False
+            self.version += 1
+        self.book(Category.INPUT_BUFFER, -self.gradient_bytes)
+        self._book_kept(-1)
+        self.done += 1
         self.in_flight -= 1
 
-    def _book_stash(self, samples: int) -> None:
-        self._add(self.env.now, self.stage, Category.STASH, samples * self.memory.stash)
+    def _book_kept(self, samples: int) -> None:
+        self.book(Category.STASH, samples * self.memory.stash)
         if self.memory.weight_versions:
-            self._add(self.env.now, self.stage, Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
+            self.book(Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
 
 
 class DeadlockError(UserError):

@@ -1,0 +1,81 @@
+"""Which samples an update belongs to, and whether the pipeline drains before the next ones enter.
+
+Pipelined backpropagation updates after every sample and never drains: batches of one, not drained. Fill-and-drain SGD
+sends the samples of a batch through the pipeline, updates every stage once, and lets the next batch's forwards at a
+stage wait for that update. Batches do not reach over the end of an epoch: its last one may be smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pbsim.schedule.trace import IntArray
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The samples of a run, cut into the batches of its updates.
+
+    Attributes
+    ----------
+    samples : of the whole run.
+    size : samples per update; the last batch of an epoch, and of the run, may hold fewer.
+    drained : whether a stage's forwards of a batch wait for its update of the batch before.
+    epoch_samples : samples of an epoch; 0: the run is one.
+    """
+
+    samples: int
+    size: int = 1
+    drained: bool = False
+    epoch_samples: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and not self.drained:
+            raise ValueError("only drained schedules update once for several samples")
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch."""
+        return self.epoch_samples or self.samples
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.epoch // self.size)
+
+    @property
+    def count(self) -> int:
+        """Batches of the run."""
+        return self.index(self.samples - 1) + 1
+
+    def index(self, sample: int) -> int:
+        """The batch that a sample belongs to; also the version that its forward reads where batches are drained."""
+        epoch, within = divmod(sample, self.epoch)
+        return epoch * self.per_epoch + within // self.size
+
+    def first(self, batch: int) -> int:
+        """The first sample of a batch."""
+        epoch, within = divmod(batch, self.per_epoch)
+        return epoch * self.epoch + within * self.size
+
+    def end(self, batch: int) -> int:
+        """The sample behind the last one of a batch."""
+        epoch_end = (batch // self.per_epoch + 1) * self.epoch
+        return min(self.first(batch) + self.size, epoch_end, self.samples)
+
+    def is_last(self, sample: int) -> bool:
+        """Whether an update follows the sample's backward."""
+        return self.size == 1 or sample + 1 == self.end(self.index(sample))
+
+    def indices(self, samples: IntArray) -> IntArray:
+        """`index` of an array of samples."""
+        epoch, within = np.divmod(samples, self.epoch)
+        return np.asarray(epoch * self.per_epoch + within // self.size)
+
+    def lengths(self, batches: IntArray) -> IntArray:
+        """Samples of each batch."""
+        epoch, within = np.divmod(batches, self.per_epoch)
+        first = epoch * self.epoch + within * self.size
+        return np.asarray(np.minimum(np.minimum(first + self.size, (epoch + 1) * self.epoch), self.samples) - first)
