@@ -15,7 +15,7 @@ from pbsim.hardware.memory import Category
 from pbsim.network.network import Work
 from pbsim.results.audit import Audit, AuditError, Bounds, audited
 from pbsim.results.records import MalformedTraceError, Recorder
-from pbsim.schedule import Chunk, Op, Timing, Trace, run_pipeline
+from pbsim.schedule import Batches, Chunk, Op, Timing, Trace, run_pipeline
 from pbsim.schedule.trace import COLUMNS
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -374,7 +374,7 @@ def less_busy(timing: Timing) -> None:
 
 
 def more_samples(timing: Timing) -> None:
-    timing.samples += 1
+    timing.batches = Batches(timing.samples + 1)
 
 
 COOKED = {
