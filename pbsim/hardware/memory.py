@@ -36,14 +36,16 @@ class Ledger:
 
     Attributes
     ----------
-    current, peak : by core and category.
-    core_peak, machine_peak : of the totals.
+    current, peak, peak_cycle : by core and category; the cycle is the first at whose end the peak was held.
+    core_peak, core_peak_cycle, machine_peak : of the totals.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.current = [[0] * len(Category) for _ in machine.cores]
         self.peak = [[0] * len(Category) for _ in machine.cores]
+        self.peak_cycle = [[0] * len(Category) for _ in machine.cores]
         self.core_peak = [0] * machine.stages
+        self.core_peak_cycle = [0] * machine.stages
         self.machine_peak = 0
         self._core_total = [0] * machine.stages
         self._machine_total = 0
@@ -75,9 +77,9 @@ class Ledger:
         for core, category in self._grown:
             level = self.current[core][category]
             if level > self.peak[core][category]:
-                self.peak[core][category] = level
+                self.peak[core][category], self.peak_cycle[core][category] = level, self._cycle
             if self._core_total[core] > self.core_peak[core]:
-                self.core_peak[core] = self._core_total[core]
+                self.core_peak[core], self.core_peak_cycle[core] = self._core_total[core], self._cycle
         if self._machine_total > self.machine_peak:
             self.machine_peak = self._machine_total
         self._grown.clear()

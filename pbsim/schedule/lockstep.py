@@ -19,7 +19,8 @@ from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
-from pbsim.schedule.timing import CHOOSE, CoreState, Recorder, Timing, UnitCycles, fire
+from pbsim.schedule.batches import Batches
+from pbsim.schedule.timing import CHOOSE, CoreState, Phase, Recorder, Timing, UnitCycles
 from pbsim.schedule.trace import Op
 
 Process = Generator[simpy.Event, object, None]
@@ -41,7 +42,7 @@ class LockstepPipeline:
         self.machine, self.timing, self.recorder = machine, timing, recorder
         self.env = recorder.env
         self.stages, self.batches = machine.stages, timing.batches
-        self.steps = self._entry(timing.samples - 1) + 2 * self.stages - 1
+        self.steps = self.steps_of(machine, timing.batches)
         self.compute_cycles = max(step_compute_cycles(machine, core) for core in machine.cores)
         self._messages: dict[tuple[bool, ...], list[StepMessage]] = {}
         arrivals = (message.arrival for step in self._distinct_steps() for message in self.messages(step))
@@ -71,9 +72,10 @@ class LockstepPipeline:
         end = min((epoch + 1) * batches.epoch, batches.samples)
         return sample if place < batches.size and sample < end else None
 
-    def _entry(self, sample: int) -> int:
-        """The step in which a sample enters: the inverse of `entering`."""
-        return sample + self.batches.index(sample) * (2 * self.stages - 2) * self.batches.drained
+    @staticmethod
+    def steps_of(machine: Machine, batches: Batches) -> int:
+        """The steps of a run."""
+        return _entry(batches, machine.stages, batches.samples - 1) + 2 * machine.stages - 1
 
     def forward_sample(self, stage: int, step: int) -> int | None:
         """The sample whose forward a stage runs in a step."""
@@ -127,7 +129,9 @@ class LockstepPipeline:
         if batches.drained:
             last = batches.count - 1
             candidates = dict.fromkeys(b for b in (0, batches.per_epoch - 1, last) if b <= last)
-            lengths = {batches.end(b) - batches.first(b): self._entry(batches.first(b)) for b in candidates}
+            lengths = {
+                batches.end(b) - batches.first(b): _entry(batches, self.stages, batches.first(b)) for b in candidates
+            }
         for length, base in lengths.items():
             count = length + 2 * self.stages - 2
             fill = min(count, 2 * self.stages - 1)
@@ -152,8 +156,9 @@ class LockstepPipeline:
                 self.timing.ledger.add(arrived, route.target, Category.INPUT_BUFFER, route.size)
             if entering is not None:
                 self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
+            yield Phase(self.env, CHOOSE)  # once the last core has come to wait for it, even where it ends just now
             boundary, self._boundary = self._boundary, self.env.event()
-            fire(boundary, CHOOSE)
+            boundary.succeed()
         self.timing.cycles = self.env.now
 
     def _send(self, message: StepMessage, step: int, now: int) -> None:
@@ -203,6 +208,11 @@ class LockstepPipeline:
             first, last = active[id(usage)]
             usage.stall_input = last - first - usage.busy
             usage.idle = self.steps * self.step_cycles - (last - first)
+
+
+def _entry(batches: Batches, stages: int, sample: int) -> int:
+    """The step in which a sample enters: the inverse of `LockstepPipeline.entering`."""
+    return sample + batches.index(sample) * (2 * stages - 2) * batches.drained
 
 
 def _extend(span: list[int], start: int, end: int, *, first: bool) -> None:

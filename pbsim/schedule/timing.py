@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import simpy
 from simpy.events import EventPriority
 
@@ -128,6 +129,55 @@ class Recorder:
         return Chunk(Trace.of(rows), until)
 
 
+class Delays:
+    """Measured delays per stage: (version a sample's update makes) - 1 - (version its forward read), as they occur.
+
+    Attributes
+    ----------
+    count, total, least, most : (2, S) int64; row 0 over forwards that read version 1 or later, row 1 over all.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self.count, self.total = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
+        self.least, self.most = np.full((2, stages), np.iinfo(np.int64).max), np.full((2, stages), -1)
+
+    def add(self, stage: int, version: int, delay: int) -> None:
+        """Count a forward that read a version."""
+        for row in range(0 if version else 1, 2):
+            self.count[row, stage] += 1
+            self.total[row, stage] += delay
+            self.least[row, stage] = min(self.least[row, stage], delay)
+            self.most[row, stage] = max(self.most[row, stage], delay)
+
+    def table(self) -> list[tuple[float, int, int]]:
+        """Mean, least and most per stage, over forwards that read version 1 or later (over all, if none did)."""
+        rows, stages = np.where(self.count[0] > 0, 0, 1), np.arange(self.count.shape[1])
+        mean = self.total[rows, stages] / self.count[rows, stages]
+        least, most = self.least[rows, stages], self.most[rows, stages]
+        return [(float(a), int(b), int(c)) for a, b, c in zip(mean, least, most, strict=True)]
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """A periodic regime, proved by the complete state of the machine seen twice (relative to now)."""
+
+    from_sample: int
+    period_samples: int
+    period_cycles: int
+    skipped_samples: int
+    """Samples whose events were not simulated one by one."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """No repetition was found: how far the figures, taken from the last windows simulated, may be off."""
+
+    simulated_samples: int
+    windows: int
+    cycles_per_sample_least: float
+    cycles_per_sample_most: float
+
+
 @dataclass
 class Timing:
     """The timing plane's results, complete once the simulation has run to its end.
@@ -138,8 +188,11 @@ class Timing:
     cycles : of the whole run, from the first sample's start to the last update's end.
     units : one entry per core, or two with split units (`forward`, `backward`).
     ledger, links : memory and fabric, with what they have held and carried.
-    peak_in_flight : per stage, the most samples between the start of F and the end of U.
+    peak_in_flight : per stage, the most samples between the start of F and the end of the backward and its update.
+    delays : measured per stage.
     step_cycles : length of a lockstep step; None in dataflow.
+    all_rows : whether the trace that was handed out is the whole one.
+    steady_state, estimate : how the run was continued without events, if it was.
     """
 
     machine: Machine
@@ -148,8 +201,12 @@ class Timing:
     links: Links = field(init=False)
     units: list[UnitCycles] = field(init=False)
     peak_in_flight: list[int] = field(init=False)
+    delays: Delays = field(init=False)
     cycles: int = 0
     step_cycles: int | None = None
+    all_rows: bool = True
+    steady_state: SteadyState | None = None
+    estimate: Estimate | None = None
 
     def __post_init__(self) -> None:
         names = ("forward", "backward") if self.machine.split else ("shared",)
@@ -157,6 +214,7 @@ class Timing:
         self.links = self.machine.links()
         self.units = [UnitCycles(core.stage, name) for core in self.machine.cores for name in names]
         self.peak_in_flight = [0] * self.machine.stages
+        self.delays = Delays(self.machine.stages)
 
     @property
     def samples(self) -> int:
@@ -196,6 +254,7 @@ class CoreState:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
         if self._stash_weights:
             self._versions[sample] = self.version
+        self._timing.delays.add(self.stage, self.version, 0 if self._batches.drained else self.in_flight)
         self.in_flight += 1
         if self.in_flight > self._timing.peak_in_flight[self.stage]:
             self._timing.peak_in_flight[self.stage] = self.in_flight
