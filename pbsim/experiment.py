@@ -99,10 +99,12 @@ def simulate(
     seed : of initial weights, order of samples, augmentation and random data.
     samples, epochs : length of the run; by default the workload's epochs.
     out : the run directory, which must not exist; by default a temporary one that goes with the returned object.
-    timing_only : simulate the machine, and train nothing.
+    timing_only : simulate the machine, and train nothing. The factory is then called on torch's meta device, so that
+        a network of any size has no memory for its weights; the summary's `notes` say where that was not possible.
     backend : `numba` or `torch`.
     settings : further keys of the `[run]` table (`precision`, `horizon`, `trace`, `threads`).
-    model : a module in place of the workload's factory; it is cast to the run's precision and trained in place.
+    model : a module in place of the workload's factory; it is cast to the run's precision and trained in place; with
+        timing alone it is left as it is.
     data : arrays `(x_train, y_train, x_test, y_test)`, a dictionary of them, or a pair of torch data sets, in place of
         the workload's.
 
@@ -210,6 +212,8 @@ class Setup:
     dataset: Dataset | None
     epoch_samples: int
     total: int
+    notes: tuple[str, ...]
+    """What the user should know of how the run was set up."""
 
     def with_settings(self, **changes: Any) -> Setup:
         """The same with settings decided."""
@@ -221,9 +225,9 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     """Read data, build and capture the model, lay it out on the hardware."""
     import torch
 
-    from pbsim.datasets import from_user, load
+    from pbsim.datasets import extent, from_user, load
     from pbsim.hardware import build_machine
-    from pbsim.network import build_model, capture_network
+    from pbsim.network import capture_network
     from pbsim.optim import LearningRate, scale_recipe, update_rule
 
     hardware, workload, settings = resolved.hardware, resolved.workload, resolved.settings
@@ -234,29 +238,42 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     if missing:
         needed = f"this run needs its {' and '.join(missing)} handed in again"
         raise user_error("settings", "run.handed_in", settings.handed_in, needed)
+    known = extent(table) if settings.timing_only and data is None else None
     dataset: Dataset | None = None
-    if data is not None:
-        dataset = from_user(data)
-    elif not (settings.timing_only and table.shape is not None and table.train_samples is not None):
-        dataset = load(table, seed=settings.seed, where=where, base=None)
-    shape = dataset.shape if dataset is not None else tuple(table.shape or ())
-    epoch_samples = dataset.train_samples if dataset is not None else int(table.train_samples or 0)
+    if known is None:
+        dataset = load(table, seed=settings.seed, where=where, base=None) if data is None else from_user(data)
+        known = dataset.shape, dataset.train_samples
+    shape, epoch_samples = known
+    notes: tuple[str, ...] = ()
     if model is None:
-        model = build_model(
-            workload.model.factory, workload.model.arguments, base=None, where=where, seed=settings.seed
-        )
+        model, notes = _build(resolved)
+    elif not settings.timing_only and any(parameter.is_meta for parameter in model.parameters()):
+        raise user_error("settings", "model", "on the meta device", "has no weights to train; time it alone")
     network = capture_network(model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where)
     if dataset is not None:
         dataset = _fit_targets(dataset, network, workload, where)
-    model.to(getattr(torch, settings.precision))
+    if not settings.timing_only:
+        model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, batch=1))
     machine = build_machine(hardware, network, rule, resolved.hardware_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
     decays = _weight_decays(network, workload, where)
-    setup = Setup(resolved, model, network, rule, machine, lr, decays, dataset, epoch_samples, total)
+    setup = Setup(resolved, model, network, rule, machine, lr, decays, dataset, epoch_samples, total, notes)
     return setup.with_settings(epochs=epochs)
+
+
+def _build(resolved: Resolved) -> tuple[nn.Module, tuple[str, ...]]:
+    """The workload's model, with timing alone without memory for its weights; and what there is to say of that."""
+    from pbsim.network import build_model, build_shapes
+
+    factory, arguments = resolved.workload.model.factory, resolved.workload.model.arguments
+    where, seed = resolved.workload_where, resolved.settings.seed
+    if not resolved.settings.timing_only:
+        return build_model(factory, arguments, base=None, where=where, seed=seed), ()
+    model, note = build_shapes(factory, arguments, base=None, where=where, seed=seed)
+    return model, (note,) if note else ()
 
 
 def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: str) -> Dataset:
@@ -375,6 +392,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             "horizon": settings.horizon,
             "backend": settings.backend,
             "timing_only": settings.timing_only,
+            "notes": list(setup.notes),
             "versions": versions(),
         },
     )

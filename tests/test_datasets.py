@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits as sklearn_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import TensorDataset
 
-from pbsim.datasets import Dataset, augment_batch, epoch_order, from_user, load, sample_order
+from pbsim.datasets import Dataset, augment_batch, epoch_order, extent, from_user, load, sample_order
 from pbsim.datasets.idx import read_idx
 from pbsim.errors import UserError
 
@@ -124,6 +124,14 @@ def test_random_data_are_standard_normal_and_can_be_learned() -> None:
 
 def test_random_data_without_a_shape_are_refused() -> None:
     assert "workload.toml: data.shape" in refusal("random")
+
+
+def test_a_workload_may_give_the_extent_of_its_data_without_them() -> None:
+    assert extent(table("image_folder", shape=[3, 224, 224], train_samples=1281167)) == ((3, 224, 224), 1281167)
+    assert extent(table("image_folder", shape=[3, 224, 224])) is None
+    assert extent(table("digits", train_samples=5)) is None
+    made_up = loaded("random", shape=[2, 3])
+    assert extent(table("random", shape=[2, 3])) == (made_up.shape, made_up.train_samples)
 
 
 # What the workload says of its data

@@ -17,7 +17,17 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pbsim.errors import UserError
-from pbsim.network import Network, Operator, Stage, Work, build_model, capture_network, operator_function, zoo
+from pbsim.network import (
+    Network,
+    Operator,
+    Stage,
+    Work,
+    build_model,
+    build_shapes,
+    capture_network,
+    operator_function,
+    zoo,
+)
 
 WHERE = "workload.toml"
 
@@ -129,7 +139,9 @@ ZOO = {
     "cnn": (lambda: zoo.cnn(), (1, 8, 8)),
     "cnn_groups": (lambda: zoo.cnn([6, 9], in_channels=2, size=9, groups=[2, 3]), (2, 9, 9)),
     "vgg": (lambda: zoo.vgg(11, width=4), (3, 32, 32)),
+    "vgg_hidden": (lambda: zoo.vgg(11, width=4, size=64, hidden=9), (3, 64, 64)),
     "resnet": (lambda: zoo.resnet_cifar(8, width=4), (3, 8, 8)),
+    "bottlenecks": (lambda: zoo.resnet_imagenet(50, classes=5, width=4, groups=2), (3, 40, 32)),
 }
 
 
@@ -235,6 +247,37 @@ def test_dead_code_and_unused_parameters_are_dropped() -> None:
     assert dict(network.parameters) == {"alive.weight": (2, 3), "alive.bias": (2,)}
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_a_network_on_the_meta_device_is_captured_as_with_its_weights(name: str) -> None:
+    factory, shape = ZOO[name]
+    assert capture(on_meta(factory), shape) == capture(factory(), shape)
+
+
+def test_tensors_made_in_a_forward_do_not_hinder_capture_on_the_meta_device() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        result: Tensor = s.a(x)
+        torch.zeros(1, 2) + s.a(x)  # of no use
+        return result
+
+    module = on_meta(lambda: Calls(forward, a=nn.Linear(3, 2)))
+    assert groups(capture(module, (3,))) == ["linear mse"]
+
+
+def test_capture_leaves_the_module_as_it_was() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2)).eval()).double()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    capture(module, (3,))
+    assert [member.training for member in module.modules()] == [True, True, False, False, False]
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in module.parameters())
+
+
+def test_the_mode_of_a_module_survives_a_refusal() -> None:
+    module = nn.Linear(3, 2).eval()
+    refused(module, (4,))
+    assert not module.training
+
+
 def test_the_dtype_is_the_models() -> None:
     network = capture(nn.Linear(3, 2).double(), (3,))
     assert network.stages[0].parameter_elements == 3 * 2 + 2
@@ -294,6 +337,72 @@ def test_vector_work_of_every_kind() -> None:
         ("flatten", 0, 0, 0),
         ("cross_entropy", 3 * 4, 2 * 4, 0),
     ]
+
+
+BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+
+
+def on_meta(factory: Callable[..., nn.Module], **arguments: Any) -> nn.Module:
+    with torch.device("meta"):
+        return factory(**arguments)
+
+
+@pytest.mark.parametrize(("depth", "total"), [(50, 25_557_032), (101, 44_549_160), (152, 60_192_808)])
+def test_weights_and_macs_of_imagenet_residual_networks(depth: int, total: int) -> None:
+    # 7 x 7 x 3 x 64 stem on 112 x 112 outputs; norms have a scale and a shift per channel.
+    weights, macs = 49 * 3 * 64 + 2 * 64, 49 * 3 * 64 * 112**2
+    inward = 64
+    for channels, side, repeats in zip((64, 128, 256, 512), (56, 28, 14, 7), BLOCKS[depth], strict=True):
+        outward = 4 * channels
+        for block in range(repeats):
+            # The first block of a size, but of the first size, halves the map in its 3 x 3 convolution.
+            side_in = 2 * side if block == 0 and channels > 64 else side
+            kernels = [(inward * channels, side_in), (9 * channels**2, side), (channels * outward, side)]
+            norms = channels + channels + outward
+            if block == 0:
+                kernels.append((inward * outward, side))
+                norms += outward
+            weights += sum(kernel for kernel, _ in kernels) + 2 * norms
+            macs += sum(kernel * extent**2 for kernel, extent in kernels)
+            inward = outward
+    weights, macs = weights + 2048 * 1000 + 1000, macs + 2048 * 1000
+    assert weights == total  # as torchvision has them
+    network = capture(on_meta(zoo.resnet_imagenet, depth=depth), (3, 224, 224), loss="cross_entropy")
+    assert sum(stage.parameter_elements for stage in network.stages) == weights
+    assert sum(stage.work.macs_forward for stage in network.stages) == macs
+    if depth == 50:
+        assert macs == pytest.approx(4.09e9, rel=1e-3)
+
+
+def test_weights_and_macs_of_vgg16_for_imagenet() -> None:
+    weights = macs = 0
+    inward = 3
+    for channels, side, repeats in ((64, 224, 2), (128, 112, 2), (256, 56, 3), (512, 28, 3), (512, 14, 3)):
+        for _ in range(repeats):
+            weights += 9 * inward * channels + channels
+            macs += 9 * inward * channels * side**2
+            inward = channels
+    for inputs, outputs in ((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
+        weights, macs = weights + inputs * outputs + outputs, macs + inputs * outputs
+    assert weights == 138_357_544
+    network = capture(on_meta(zoo.vgg, depth=16, classes=1000, size=224, hidden=4096), (3, 224, 224))
+    assert sum(stage.parameter_elements for stage in network.stages) == weights
+    assert sum(stage.work.macs_forward for stage in network.stages) == macs
+
+
+def test_the_stride_of_a_bottleneck_stands_in_its_3x3_convolution() -> None:
+    network = capture(on_meta(zoo.resnet_imagenet), (3, 224, 224))
+    strided = [
+        (operator.name, operator.attributes["kernel"])
+        for operator in operators(network)
+        if operator.kind == "conv2d" and operator.attributes["stride"] != (1, 1)
+    ]
+    assert sorted(strided) == [
+        *[(f"blocks.{block}.{conv}", kernel) for block in (13, 3, 7) for conv, kernel in (
+            ("conv2", (3, 3)), ("shortcut.conv", (1, 1)),
+        )],
+        ("stem.conv", (7, 7)),
+    ]  # fmt: skip
 
 
 def test_no_gradient_flows_to_the_data() -> None:
@@ -362,6 +471,46 @@ def test_every_module_of_vgg_is_a_stage(depth: int, stages: int) -> None:
 def test_stages_of_residual_networks(depth: int, stages: int) -> None:
     network = capture(zoo.resnet_cifar(depth, width=2), (3, 8, 8), "residual", "cross_entropy")
     assert len(network.stages) == stages == 9 * (depth - 2) // 6 + 7
+
+
+@pytest.mark.parametrize("depth", [50, 152])
+def test_stages_of_imagenet_residual_networks(depth: int) -> None:
+    module, blocks = on_meta(zoo.resnet_imagenet, depth=depth), sum(BLOCKS[depth])
+    stages = {rule: len(capture(module, (3, 224, 224), rule).stages) for rule in ("layer", "residual", "module")}
+    assert stages == {
+        # stem, three convolutions per block, four shortcuts, Linear: every layer with weights
+        "layer": 1 + 3 * blocks + 4 + 1,
+        # and an addition per block, the last ReLU, the pool, the loss
+        "residual": 1 + 4 * blocks + 4 + 1 + 3,
+        # stem of four modules; three times convolution, norm, ReLU; shortcuts of two modules; pool, Linear, loss
+        "module": 4 + 9 * blocks + 2 * 4 + 3,
+    }
+    assert depth != 50 or stages == {"layer": 54, "residual": 73, "module": 159}
+
+
+def test_stages_of_vgg16_for_imagenet() -> None:
+    module = on_meta(zoo.vgg, depth=16, classes=1000, size=224, hidden=4096)
+    stages = {rule: len(capture(module, (3, 224, 224), rule).stages) for rule in ("layer", "residual", "module")}
+    # 13 convolutions and 3 Linears; 13 + 2 ReLUs, 5 pools, 2 dropouts; the loss
+    assert stages == {"layer": 16, "residual": 16 + 1, "module": 16 + 15 + 5 + 2 + 1}
+
+
+def test_bottlenecks_under_residual_and_layer() -> None:
+    module = on_meta(zoo.resnet_imagenet)
+    residual, layer = (capture(module, (3, 224, 224), rule) for rule in ("residual", "layer"))
+    norm = "conv2d group_norm"
+    strided, plain = [norm, "add"], ["add"]
+    inner = [f"relu {norm} relu", f"{norm} relu", norm]
+    assert groups(residual)[:10] == [
+        "conv2d group_norm relu max_pool2d",
+        *[f"{norm} relu", f"{norm} relu", norm, *strided],
+        *[*inner, *plain],
+    ]
+    assert groups(residual)[-5:] == ["add", "relu", "avg_pool2d flatten", "linear", "mse"]
+    assert groups(layer)[:5] == [
+        "conv2d group_norm relu max_pool2d", f"{norm} relu", f"{norm} relu", norm, f"{norm} add relu",
+    ]  # fmt: skip
+    assert [stage.name for stage in residual.stages[:2]] == ["stem", "blocks.0.conv1+norm1+relu1"]
 
 
 def test_residual_stages_and_skip_edges() -> None:
@@ -728,6 +877,98 @@ def test_a_seed_gives_the_same_float32_weights() -> None:
     other = build("pbsim.network.zoo:cnn", {"channels": [4]}, seed=4).state_dict()
     assert all(torch.equal(first[name], again[name]) and first[name].dtype == torch.float32 for name in first)
     assert not torch.equal(first["conv1.weight"], other["conv1.weight"])
+
+
+def test_building_a_model_leaves_torchs_generator_as_it_was() -> None:
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    torch.manual_seed(9)
+    build("pbsim.network.zoo:cnn", {"channels": [4]}, seed=3)
+    build_shapes("pbsim.network.zoo:cnn", {"channels": [4]}, base=None, where=WHERE, seed=3)
+    with pytest.raises(UserError):
+        build("pbsim.network.zoo:cnn", {"channels": [4], "groups": 3})
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_weights_are_those_of_the_seed_and_the_factory_alone() -> None:
+    built = build("pbsim.network.zoo:cnn", seed=5)
+    torch.manual_seed(5)
+    alone = zoo.cnn()
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in built.state_dict().items())
+
+
+FACTORIES = """
+import numpy as np
+import torch
+from torch import nn
+
+def plain():
+    return nn.Linear(3, 2)
+
+def loads():
+    model = nn.Linear(3, 2)
+    shapes = {"weight": (2, 3), "bias": 2}
+    model.load_state_dict({name: torch.from_numpy(np.ones(shape, "f4")) for name, shape in shapes.items()})
+    return model
+
+def reads():
+    model = nn.Linear(3, 2)
+    model.largest = model.weight.max().item()
+    return model
+
+def converts():
+    model = nn.Linear(3, 2)
+    model.weights = model.weight.detach().numpy()
+    return model
+
+def from_arrays():
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(torch.from_numpy(np.ones((2, 3), "f4")))
+    return model
+
+def constant():
+    model = nn.Linear(3, 2)
+    model.register_buffer("scale", torch.ones(1, device="cpu"), persistent=False)
+    return model
+
+def fails():
+    raise ValueError("no such net")
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "reason"),
+    [
+        ("plain", ""),
+        ("loads", ""),
+        ("reads", "RuntimeError: Tensor.item() cannot be called on meta tensors"),
+        ("converts", "TypeError: can't convert meta device type tensor to numpy"),
+        ("from_arrays", "it makes 'weight' elsewhere"),
+        ("constant", "it makes 'scale' elsewhere"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_shapes_come_without_weights_wherever_the_factory_needs_none(tmp_path: Path, factory: str, reason: str) -> None:
+    (tmp_path / "model.py").write_text(FACTORIES)
+    name = f"model.py:{factory}"
+    model, note = build_shapes(name, {}, base=tmp_path, where=WHERE, seed=4)
+    assert {parameter.is_meta for parameter in model.parameters()} == {not reason}
+    assert {name: value.shape for name, value in model.named_parameters()} == {"weight": (2, 3), "bias": (2,)}
+    if reason:
+        assert note.startswith(
+            f"the weights of {name} are in memory, as it cannot run on torch's meta device: {reason}"
+        )
+        assert torch.equal(model.bias, build(name, base=tmp_path, seed=4).bias)
+    else:
+        assert note == ""
+
+
+def test_a_factory_that_fails_does_so_without_weights_too(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(FACTORIES)
+    with pytest.raises(UserError, match=r"model\.arguments = \{\}: ValueError: no such net"):
+        build_shapes("model.py:fails", {}, base=tmp_path, where=WHERE, seed=0)
+    with pytest.raises(UserError, match="missing a required argument"):
+        build_shapes("torch.nn:Linear", {}, base=tmp_path, where=WHERE, seed=0)
 
 
 def test_a_file_beside_the_workload(tmp_path: Path) -> None:

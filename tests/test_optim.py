@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pbsim import load_workload
 from pbsim.config import Source, Workload, parse_method, validate
 from pbsim.config.workload import Training
 from pbsim.errors import UserError
@@ -107,6 +108,16 @@ def test_a_step_acts_at_the_exact_decimal_where_floats_would_be_off_by_one(at, t
     assert step_start(at, total) == start
     factors = rates(total, decay={"kind": "step", "at": [at], "factor": 0.5})
     np.testing.assert_array_equal(factors, np.where(np.arange(total) >= start, 0.5, 1.0))
+
+
+def test_the_rate_of_imagenet_falls_behind_epochs_30_60_and_80():
+    workload = load_workload("resnet50_imagenet")
+    epoch = workload.data.train_samples
+    recipe = Recipe(1, 1.0, 0.9, 0.0, False)
+    rate = LearningRate(recipe, workload.training.epochs * epoch, epoch, 0.0, workload.training.decay)
+    last = np.array([30, 60, 80, 90]) * epoch - 1
+    np.testing.assert_allclose(rate(last), [1, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(rate(last[:3] + 1), [0.1, 0.01, 0.001])
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -6,10 +6,14 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 import tomllib
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +29,13 @@ from sklearn.model_selection import train_test_split
 import pbsim
 from pbsim import Run, UserError, open_run, simulate
 from pbsim.config import Hardware, Settings, Source, Workload, read_source
+from pbsim.config.workload import ConstantDecay
 from pbsim.experiment import resolve, run_experiment
 from pbsim.network.zoo import mlp
+from pbsim.optim import LearningRate
+from pbsim.optim.recipe import Recipe
+from pbsim.results import terminal
+from pbsim.results.metrics import MetricsStream
 from pbsim.results.schemas import TABLES
 from pbsim.results.writer import RunWriter
 
@@ -487,6 +496,121 @@ def test_timing_alone_without_a_trace_writes_no_metrics():
 def test_timing_alone_needs_no_data_where_the_workload_gives_their_shape():
     workload = SMALL | {"data": {"kind": "npz", "path": "not/there.npz", "shape": [12], "train_samples": 40}}
     assert simulate("mesh", workload, timing_only=True).summary["samples"] == 40
+
+
+def test_timing_alone_needs_no_random_data_of_a_given_shape(monkeypatch):
+    monkeypatch.setattr("pbsim.datasets.synthetic.Generator", None)
+    run = simulate("mesh", SMALL | {"data": {"kind": "random", "shape": [12]}}, samples=5, timing_only=True)
+    assert run.summary["samples"] == 5
+
+
+def test_timing_alone_takes_no_memory_for_weights():
+    # A million by a million weights, 4 TB, and as much again for momentum and gradients.
+    huge = made_up(features=12, hidden=[1_000_000, 1_000_000])
+    run = simulate("mesh", huge, samples=3, timing_only=True)
+    assert run.summary["notes"] == []
+    assert run.stages["macs_forward"].max() == 10**12
+    memory = run.memory[run.memory["category"] == "weights"]
+    assert memory["peak_bytes"].sum() == 2 * (13 * 10**6 + (10**6 + 1) * 10**6 + 4 * (10**6 + 1))
+    with pytest.raises(UserError, match=r"model\.arguments = .*memory"):
+        simulate("mesh", huge, samples=3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory from Linux")
+def test_timing_alone_of_imagenet_networks_takes_as_little_memory_as_of_digits():
+    program = """
+from pathlib import Path
+from pbsim import simulate
+
+def peak():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+for workload in ("digits_mlp", "resnet50_imagenet", "vgg16_imagenet"):
+    run = simulate("mesh", workload, samples=5, timing_only=True, settings={"trace": "none"})
+    print(peak(), len(run.stages))
+"""
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    (digits, _), (resnet, resnet_stages), (vgg, vgg_stages) = (map(float, line.split()) for line in out.splitlines())
+    assert (resnet_stages, vgg_stages) == (73, 39)
+    assert resnet - digits < 50  # MiB; its weights alone are 97
+    assert vgg - digits < 50  # 528
+
+
+FACTORY_THAT_READS = """
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(12, 4))
+    model.largest = model[0].weight.max().item()
+    return model
+"""
+
+
+def test_timing_alone_says_where_weights_are_in_memory_after_all(tmp_path, case, timed):
+    (tmp_path / "model.py").write_text(FACTORY_THAT_READS)
+    workload = SMALL | {"model": {"factory": f"{tmp_path / 'model.py'}:build"}}
+    run = simulate("mesh", workload, samples=4, timing_only=True)
+    (note,) = run.summary["notes"]
+    assert "are in memory" in note
+    assert "Tensor.item() cannot be called on meta tensors" in note
+    assert ("note", note) in terminal.rows(run)
+    assert case.run.summary["notes"] == timed.summary["notes"] == []
+
+
+def test_timing_alone_leaves_a_module_that_is_handed_in_as_it_is():
+    model = mlp(12, [8], 4).double().eval()
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    run = simulate("mesh", SMALL, samples=10, timing_only=True, model=model)
+    assert run.stages["macs_forward"].tolist() == [12 * 8, 8 * 4]
+    after = model.state_dict(keep_vars=True)
+    for name, (value, copy) in before.items():
+        assert after[name] is value
+        assert value.dtype == torch.float64
+        assert torch.equal(value, copy)
+    assert not any(member.training for member in model.modules())
+
+
+def test_a_module_on_the_meta_device_is_timed_and_not_trained():
+    with torch.device("meta"):
+        model = mlp(12, [8], 4)
+    assert simulate("mesh", SMALL, samples=10, timing_only=True, model=model).summary["samples"] == 10
+    with pytest.raises(UserError, match="model = on the meta device: has no weights to train; time it alone"):
+        simulate("mesh", SMALL, samples=10, model=model)
+
+
+def test_timing_alone_keeps_nothing_of_samples_behind_the_window():
+    class Writer:
+        samples = 0
+
+        def metrics(self, columns: Any) -> None:
+            self.samples += len(columns["sample"])
+
+    total, epoch = 90 * 1_281_167, 1000
+    rate = LearningRate(Recipe(1, 0.1, 0.9, 0.0, False), total, epoch, 0.0, ConstantDecay())
+    writer = Writer()
+    stream = MetricsStream(writer, rate, 0, epoch, 150)
+    records = SimpleNamespace(end=np.zeros((100, 2, 4), np.int64))
+    for _ in range(3):
+        stream.timed(records)
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            stream.timed(records)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert writer.samples == 150
+    assert held < 10_000  # bytes; the cycles of 100,000 samples are 1.6 million
+
+
+def test_a_run_leaves_torchs_generator_as_it_was():
+    torch.manual_seed(9)
+    expected = torch.rand(3)
+    for timing_only in (False, True):
+        torch.manual_seed(9)
+        simulate("mesh", SMALL, samples=4, timing_only=timing_only)
+        assert torch.equal(torch.rand(3), expected)
 
 
 # Evaluations

@@ -13,7 +13,7 @@ from pbsim.datasets import arrays, cifar, idx, image_folder
 from pbsim.datasets.dataset import Dataset, Floats
 from pbsim.datasets.digits import load_digits
 from pbsim.datasets.location import Source, find
-from pbsim.datasets.synthetic import make_random
+from pbsim.datasets.synthetic import TRAIN_SAMPLES, make_random
 from pbsim.errors import Problem, UserError, user_error
 
 if TYPE_CHECKING:
@@ -54,6 +54,17 @@ def load(data: Data, *, seed: int, where: str, base: Path | None) -> Dataset:
             x_test=_normalized(dataset.x_test, data.normalize),
         )
     return dataset if data.classes is None else replace(dataset, classes=data.classes)
+
+
+def extent(data: Data) -> tuple[tuple[int, ...], int] | None:
+    """Shape of a sample and number of training samples as the workload gives them; None if it leaves that to its data.
+
+    This is all that timing alone needs of data.
+    """
+    samples = data.train_samples
+    if samples is None and data.kind == "random":
+        samples = TRAIN_SAMPLES
+    return None if data.shape is None or samples is None else (tuple(data.shape), samples)
 
 
 def _read(data: Data, seed: int, where: str, base: Path | None) -> Dataset:

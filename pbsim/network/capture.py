@@ -1,9 +1,10 @@
 """From a torch module to a network: export the module, read its graph, add the loss, cut it into stages.
 
-`torch.export` records the ATen calls of one training forward on a batch of two zeros. Two, because a batch of
+`torch.export` records the ATen calls of one training forward on a batch of two samples. Two, because a batch of
 one would hide which dimension is the batch's; the dimension is then dropped, and all shapes are those of one
-sample. What does not contribute to the output is dropped as well. Everything that cannot be simulated is
-collected, so that a user sees all of it at once.
+sample. Nothing is computed, and no memory is taken: the module may be of any size, and on torch's meta device.
+What does not contribute to the output is dropped as well. Everything that cannot be simulated is collected, so
+that a user sees all of it at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def capture_network(
 
     Parameters
     ----------
-    module : the model; it is put into training mode.
+    module : the model, captured in training mode; it is left as it is.
     sample_shape : shape of one sample, without batch dimension.
     partition : "layer", "module", "residual", or names of modules, each a stage (see
         `pbsim.network.partition`).
@@ -83,16 +84,20 @@ def capture_network(
 
 
 def _export(module: nn.Module, sample_shape: Shape, where: str) -> ExportedProgram:
-    """Record one training forward; torch's log and warnings are silenced, its reason is given in one line."""
+    """Record one training forward; torch's log and warnings are silenced, its reason is given in one line.
+
+    Tensors that the forward makes itself are on the meta device where the module is.
+    """
     import torch
 
     first = next(module.parameters(), None)
     if first is None:
         raise user_error(where, "model.factory", "", "the model has no parameters, so there is nothing to train")
-    sample = torch.zeros(BATCH, *sample_shape, dtype=first.dtype, device=first.device)
+    sample = torch.empty(BATCH, *sample_shape, dtype=first.dtype, device=first.device)  # its values are never read
+    device = first.device if first.is_meta else nullcontext()
     try:
-        with _quiet():
-            return torch.export.export(module.train(), (sample,), strict=False)
+        with _quiet(), _training(module), device:
+            return torch.export.export(module, (sample,), strict=False)
     except Exception as error:
         reason = _reason(error)
         raise user_error(
@@ -101,6 +106,18 @@ def _export(module: nn.Module, sample_shape: Shape, where: str) -> ExportedProgr
             "",
             f"the model cannot be captured on samples of shape {sample_shape}: {reason}",
         ) from error
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    """Put a module into training mode, and each of its modules back into its own mode at the end."""
+    modes = [(member, member.training) for member in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for member, mode in modes:
+            member.training = mode
 
 
 @contextmanager

@@ -7,7 +7,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,7 @@ def build_model(factory: str, arguments: Mapping[str, Any], *, base: Path | None
     """Call a model factory.
 
     The random generator of torch is seeded immediately before the call, and the default dtype is float32
-    during it, so that the same seed gives the same weights whatever ran before.
+    during it, so that the same seed gives the same weights whatever ran before. Both are afterwards as they were.
 
     Parameters
     ----------
@@ -40,8 +44,79 @@ def build_model(factory: str, arguments: Mapping[str, Any], *, base: Path | None
         If there is no such module or function, it does not take or rejects the arguments, or returns no
         module.
     """
+    call = _Call(factory, _bound(factory, arguments, base, where), arguments, where, seed)
+    return call.on(None)
+
+
+def build_shapes(
+    factory: str, arguments: Mapping[str, Any], *, base: Path | None, where: str, seed: int
+) -> tuple[nn.Module, str]:
+    """Call a model factory on torch's meta device, where tensors have a shape and neither memory nor values.
+
+    What a network costs needs no more than that, whatever its size. A factory that needs values (it reads one, or
+    makes its parameters from arrays) is called again as `build_model` calls it, with all its weights in memory.
+
+    Returns
+    -------
+    model : of the factory.
+    note : empty, or why the model has its weights in memory after all.
+    """
+    call = _Call(factory, _bound(factory, arguments, base, where), arguments, where, seed)
+    try:
+        model = call.on("meta")
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        real = [name for name, tensor in tensors if not tensor.is_meta]
+        reason = f"it makes {real[0]!r} elsewhere" if real else ""
+    except UserError as error:
+        reason = error.problems[0].allowed
+    if not reason:
+        return model, ""
+    model = call.on(None)  # what is wrong with the factory itself is said here
+    return model, f"the weights of {factory} are in memory, as it cannot run on torch's meta device: {reason}"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A factory with its arguments, to be called on one device or another."""
+
+    factory: str
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    where: str
+    seed: int
+
+    def on(self, device: str | None) -> nn.Module:
+        """Call it with new tensors on a device, or where they are by default."""
+        import torch
+
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _default_device(device):
+                if device == "meta":  # a factory that loads a state dict loads nothing here, as it should
+                    warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+                torch.manual_seed(self.seed)
+                model = self.function(**self.arguments)
+        except Exception as error:
+            raise user_error(self.where, "model.arguments", dict(self.arguments), _said(error)) from error
+        finally:
+            torch.set_default_dtype(dtype)
+        if not isinstance(model, torch.nn.Module):
+            found = type(model).__name__
+            raise user_error(
+                self.where, "model.factory", self.factory, f"it must return a torch.nn.Module, not {found}"
+            )
+        return model
+
+
+def _default_device(device: str | None) -> AbstractContextManager[Any]:
     import torch
 
+    return nullcontext() if device is None else torch.device(device)
+
+
+def _bound(factory: str, arguments: Mapping[str, Any], base: Path | None, where: str) -> Callable[..., Any]:
+    """The function that a factory's name means, which takes the arguments."""
     function = _find(factory, base, where)
     try:
         inspect.signature(function).bind(**arguments)
@@ -50,20 +125,7 @@ def build_model(factory: str, arguments: Mapping[str, Any], *, base: Path | None
         raise user_error(where, "model.arguments", dict(arguments), f"{error}; the factory is {signature}") from error
     except ValueError:
         pass  # a callable without a signature: the call itself will tell
-
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    torch.manual_seed(seed)
-    try:
-        model = function(**arguments)
-    except Exception as error:
-        raise user_error(where, "model.arguments", dict(arguments), _said(error)) from error
-    finally:
-        torch.set_default_dtype(dtype)
-    if not isinstance(model, torch.nn.Module):
-        found = type(model).__name__
-        raise user_error(where, "model.factory", factory, f"it must return a torch.nn.Module, not {found}")
-    return model
+    return function
 
 
 def _find(factory: str, base: Path | None, where: str) -> Callable[..., Any]:

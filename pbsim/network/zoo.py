@@ -9,6 +9,9 @@ References
 .. [1] K. He et al., "Delving Deep into Rectifiers", ICCV 2015.
 .. [2] C.-Y. Fu, pytorch-vgg-cifar10, 2019: VGG for CIFAR without normalization.
 .. [3] K. He et al., "Identity Mappings in Deep Residual Networks", ECCV 2016: pre-activation blocks.
+.. [4] K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015.
+.. [5] K. He et al., "Deep Residual Learning for Image Recognition", CVPR 2016: bottleneck blocks. As everywhere
+   since, the stride stands in the 3x3 convolution, and not in the 1x1 before it.
 """
 
 from __future__ import annotations
@@ -27,6 +30,16 @@ VGG_PLANS = {
 
 VGG_WIDTHS = (1, 2, 4, 8, 8)
 """Channels of each of the five groups, in units of the first layer's."""
+
+BOTTLENECK_PLANS = {
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+"""Bottleneck blocks at each of four map sizes."""
+
+EXPANSION = 4
+"""Channels that leave a bottleneck block, in units of those inside it."""
 
 
 def mlp(features: int = 64, hidden: Sequence[int] = (64, 32), classes: int = 10) -> nn.Module:
@@ -108,8 +121,12 @@ def vgg(
     size: int = 32,
     width: int = 64,
     dropout: float = 0.0,
+    hidden: int | None = None,
 ) -> nn.Module:
-    """VGG for small images, without normalization [2]_: the source paper counts each module as a stage.
+    """VGG without normalization: the source paper counts each module as a stage.
+
+    The defaults are the net for small images [2]_. `size=224, hidden=4096, classes=1000` is the original one for
+    ImageNet [4]_. (torchvision's has an average pool to 7 x 7 between the two parts, which at size 224 does nothing.)
 
     Parameters
     ----------
@@ -118,6 +135,7 @@ def vgg(
     in_channels, size : channels and height (= width) of a sample; five pools halve the size.
     width : channels of the first layer, 64 in the paper's net.
     dropout : p of the classifier's two Dropouts; pbsim runs only 0.
+    hidden : width of the classifier's two hidden layers; by default that of the last convolution.
     """
     if depth not in VGG_PLANS:
         raise ValueError(f"depth {depth} is not one of {', '.join(map(str, VGG_PLANS))}")
@@ -130,14 +148,15 @@ def vgg(
             features += [nn.Conv2d(channels, factor * width, 3, padding=1), nn.ReLU()]
             channels = factor * width
         features.append(nn.MaxPool2d(2))
+    hidden = channels if hidden is None else hidden
     classifier = [
         nn.Dropout(dropout),
-        nn.Linear(channels * (size // 32) ** 2, channels),
+        nn.Linear(channels * (size // 32) ** 2, hidden),
         nn.ReLU(),
         nn.Dropout(dropout),
-        nn.Linear(channels, channels),
+        nn.Linear(hidden, hidden),
         nn.ReLU(),
-        nn.Linear(channels, classes),
+        nn.Linear(hidden, classes),
     ]
     return _initialized(VGG(features, classifier))
 
@@ -216,6 +235,95 @@ def resnet_cifar(
             channels = next_channels
     stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
     return _initialized(ResNet(stem, blocks, _norm(groups, channels), nn.Linear(channels, classes)))
+
+
+class BottleneckBlock(nn.Module):
+    """Convolutions 1x1, 3x3 and 1x1, each before a norm, added to the block's input; a ReLU after every step [5]_.
+
+    Where the block changes width or size, a 1x1 convolution and a norm of the block's input stand in for it.
+    """
+
+    def __init__(self, channels_in: int, channels: int, stride: int, groups: int) -> None:
+        super().__init__()
+        channels_out = EXPANSION * channels
+        self.conv1 = nn.Conv2d(channels_in, channels, 1, bias=False)
+        self.norm1 = _norm(groups, channels)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.norm2 = _norm(groups, channels)
+        self.relu2 = nn.ReLU()
+        self.conv3 = nn.Conv2d(channels, channels_out, 1, bias=False)
+        self.norm3 = _norm(groups, channels_out)
+        self.shortcut: nn.Module | None = None
+        if channels_in != channels_out or stride != 1:
+            conv = nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False)
+            self.shortcut = nn.Sequential(OrderedDict(conv=conv, norm=_norm(groups, channels_out)))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the residual to the input.
+
+        The residual comes first: under the rule `residual`, the ReLU behind an addition joins the first convolution
+        that reads it, and the next block's shortcut then branches off behind that ReLU.
+        """
+        residual: Tensor = self.relu1(self.norm1(self.conv1(x)))
+        residual = self.relu2(self.norm2(self.conv2(residual)))
+        residual = self.norm3(self.conv3(residual))
+        shortcut: Tensor = x if self.shortcut is None else self.shortcut(x)
+        total: Tensor = self.relu(residual + shortcut)
+        return total
+
+
+class BottleneckResNet(nn.Module):
+    """Stem, bottleneck blocks, global average pool, Linear."""
+
+    def __init__(self, stem: nn.Module, blocks: Sequence[nn.Module], classifier: nn.Module) -> None:
+        super().__init__()
+        self.stem = stem
+        self.blocks = nn.Sequential(*blocks)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.classifier = classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Classify a batch of images."""
+        classes: Tensor = self.classifier(self.flatten(self.pool(self.blocks(self.stem(x)))))
+        return classes
+
+
+def resnet_imagenet(
+    depth: int = 50, classes: int = 1000, in_channels: int = 3, width: int = 64, groups: int = 32
+) -> nn.Module:
+    """Residual network for ImageNet [5]_: bottleneck blocks at four map sizes, GroupNorm in place of BatchNorm.
+
+    A 7x7 convolution and a 3x3 max-pool, both of stride 2, stand before the blocks; the images are of any size.
+
+    Parameters
+    ----------
+    depth : 50, 101 or 152 layers with weights.
+    classes : outputs.
+    in_channels : channels of a sample.
+    width : channels of the stem, and inside the blocks of the first map size; doubled at each further one.
+    groups : groups of every norm.
+    """
+    if depth not in BOTTLENECK_PLANS:
+        raise ValueError(f"depth {depth} is not one of {', '.join(map(str, BOTTLENECK_PLANS))}")
+    stem = nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=False),
+            norm=_norm(groups, width),
+            relu=nn.ReLU(),
+            pool=nn.MaxPool2d(3, stride=2, padding=1),
+        )
+    )
+    blocks = []
+    channels = width
+    for size, repeats in enumerate(BOTTLENECK_PLANS[depth]):
+        for block in range(repeats):
+            stride = 2 if size > 0 and block == 0 else 1
+            blocks.append(BottleneckBlock(channels, width << size, stride, groups))
+            channels = EXPANSION * (width << size)
+    return _initialized(BottleneckResNet(stem, blocks, nn.Linear(channels, classes)))
 
 
 def _norm(groups: int, channels: int) -> nn.GroupNorm:

@@ -39,10 +39,10 @@ class MetricsStream:
     def timed(self, records: Records) -> None:
         """Samples that the timing plane has completed; they come in order."""
         cycles = np.stack([records.end[:, -1, F], records.end[:, -1, U]], axis=1)
-        self._cycles = np.concatenate([self._cycles, cycles])
         if self.window is not None:
-            missing = min(self.window - self._written, len(self._cycles)) - len(self._losses)
-            self._losses = np.concatenate([self._losses, np.full(max(0, missing), np.nan)])
+            cycles = cycles[: self.window - self._written]  # nobody waits for those behind the window
+            self._losses = np.full(len(cycles), np.nan)
+        self._cycles = np.concatenate([self._cycles, cycles])
         self._write()
 
     def trained(self, losses: NDArray[np.float64]) -> None:

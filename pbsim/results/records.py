@@ -57,11 +57,10 @@ class Recorder:
         compute = [(s, op, -1) for s in range(self.stages) for op in (F, BX, BW, U)]
         sends = [(c.source, int(Op.SEND), c.target) for c in machine.channels]
         gradients = [(c.target, int(Op.SEND), c.source) for c in machine.channels]
-        self._expected = [*compute, *sends, *gradients, (0, int(Op.LOAD), -1)]
-        self._pattern = np.array(sorted(self._expected), dtype=np.int64)
-        self._position = np.array(
-            [sorted(self._expected).index(row) for row in self._expected], dtype=np.int64
-        )  # where each expected row stands once a sample's rows are sorted
+        expected = np.array([*compute, *sends, *gradients, (0, int(Op.LOAD), -1)], dtype=np.int64)
+        order = np.lexsort(expected.T[::-1])
+        self._pattern = expected[order]
+        self._position = np.argsort(order)  # where each expected row stands once a sample's rows are sorted
         self._pending = EMPTY
 
     def feed(self, rows: Trace) -> Records:

@@ -126,6 +126,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
     ]
     if s["trace_samples"] < s["samples"]:
         lines.append(("trace kept", f"of the first {s['trace_samples']:,} samples (--trace all keeps everything)"))
+    lines += [("note", note) for note in s["notes"]]
     stages = run.stages.sort_values("stage")
     last = len(stages) - 1
     for label, stage in dict.fromkeys([("first", 0), ("middle", last // 2), ("last", last)]):
