@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import pbsim
+from pbsim.config import Hardware, read_source
 
 SAMPLES = 500
 TRAINING = {
@@ -229,7 +230,11 @@ def warm(update: int, updates: float) -> float:
 
 
 def drained(
-    size: int, hardware: str = "lockstep_ideal", backend: str = "numba", precision: str = "float64", **training: object
+    size: int,
+    hardware: str | dict = "lockstep_ideal",
+    backend: str = "numba",
+    precision: str = "float64",
+    **training: object,
 ) -> pbsim.Run:
     """`sgd:size` on the net with a skip edge, two and a half epochs of 200 samples."""
     partition = training.pop("partition", "layer")
@@ -294,12 +299,37 @@ def test_a_drained_pipeline_is_sgd_in_float32(backend: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_weights_of_a_drained_pipeline_do_not_depend_on_its_timing(precision: str) -> None:
+@pytest.mark.parametrize("units", ["shared", "split"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {},
+        {"credits": "unbounded"},
+        {"credits": [3, 1, 4, 1, 5, 2], "priority": "forward"},
+        {"credits": "unbounded", "output_slots": 1, "memory": "enforce"},
+    ],
+    ids=["as it is", "unbounded credits", "uneven credits", "enforced memory"],
+)
+def test_weights_of_a_drained_pipeline_do_not_depend_on_its_timing(pipeline: dict, units: str, precision: str) -> None:
     """Every timing adds the gradients of a batch in the order of its samples: the same bits."""
-    one, other = (drained(7, hardware, precision=precision) for hardware in ("lockstep_ideal", "mesh"))
+    mesh = read_source(Hardware, "mesh").document
+    mesh |= {"pipeline": mesh["pipeline"] | pipeline, "core": mesh["core"] | {"units": units}}
+    one, other = (drained(7, hardware, precision=precision) for hardware in ("lockstep_ideal", mesh))
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         np.testing.assert_array_equal(a.detach().numpy(), b.detach().numpy())
     assert one.metrics["loss"].tolist() == other.metrics["loss"].tolist()
+
+
+def test_with_unbounded_credits_the_stashes_of_a_whole_batch_are_held() -> None:
+    """Credits bound what a batch may hold: 2(S-1-s) + 1 samples by default, without them all of its N."""
+    mesh = read_source(Hardware, "mesh").document
+    stash = {}
+    for credits in (1, "lockstep", "unbounded"):
+        run = drained(32, mesh | {"pipeline": {"credits": credits}})
+        rows = run.memory[(run.memory["core"] == 0) & (run.memory["category"] == "stash")]
+        stash[credits] = int(rows["peak_bytes"].iloc[0])
+    assert stash["lockstep"] == 11 * stash[1]
+    assert stash["unbounded"] == 32 * stash[1]
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
