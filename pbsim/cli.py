@@ -28,7 +28,9 @@ app = typer.Typer(
 def run(
     hardware: Annotated[str, typer.Argument(metavar="HARDWARE", help="A hardware file, or the name of a shipped one.")],
     workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="A workload file, or the name of a shipped one.")],
-    method: Annotated[str, typer.Option(help="schedule[+mitigation[=value]]..., for example pb+lwpv+sc.")] = "pb",
+    method: Annotated[
+        str, typer.Option(help="schedule[:batch][+mitigation[=value]]..., for example pb+lwpv+sc or sgd:32.")
+    ] = "pb",
     samples: Annotated[int | None, typer.Option(help="Training samples of the run (instead of epochs).")] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of the run; by default the workload's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation. [default: 0]")] = None,
@@ -71,7 +73,7 @@ def run(
         [
             resolved.hardware.name,
             resolved.workload.name,
-            resolved.settings.method,
+            resolved.settings.method.replace(":", ""),  # a colon would not go through scp, or to Windows
             str(resolved.settings.seed),
         ]
     )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pbsim.numerics.backend import Backend
     from pbsim.optim import LearningRate, UpdateRule
     from pbsim.results import Run
+    from pbsim.schedule import Batches
 
 HardwareLike = str | Path | Mapping[str, Any] | Hardware
 WorkloadLike = str | Path | Mapping[str, Any] | Workload
@@ -95,7 +96,7 @@ def simulate(
     Parameters
     ----------
     hardware, workload : a file, the name of a shipped one, a dictionary, or a loaded table.
-    method : `schedule[+mitigation[=value]]...`, for example `pb+lwpv+sc`.
+    method : `schedule[:batch][+mitigation[=value]]...`, for example `pb+lwpv+sc` or `sgd:32`.
     seed : of initial weights, order of samples, augmentation and random data.
     samples, epochs : length of the run; by default the workload's epochs.
     out : the run directory, which must not exist; by default a temporary one that goes with the returned object.
@@ -185,12 +186,12 @@ def run_experiment(
     """Run a resolved experiment; see `simulate`."""
     from pbsim.results.run import Run, temporary_place
     from pbsim.results.writer import RunWriter, check_free, window_samples, window_setting
-    from pbsim.schedule import Batches, row_count
+    from pbsim.schedule import row_count
 
     place, keep = (Path(out), None) if out is not None else temporary_place()
     check_free(place, force)
     setup = _set_up(resolved, model, data)
-    window = window_samples(resolved.settings.trace, row_count(setup.machine, Batches(setup.total)), setup.total)
+    window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.batches), setup.total)
     setup = setup.with_settings(trace=window_setting(window, setup.total))
     with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
         _execute(setup, writer, progress or (lambda report: None))
@@ -214,6 +215,14 @@ class Setup:
     total: int
     notes: tuple[str, ...]
     """What the user should know of how the run was set up."""
+
+    @property
+    def batches(self) -> Batches:
+        """The samples of the run, cut into the batches of its updates."""
+        from pbsim.schedule import Batches
+
+        method = self.resolved.method
+        return Batches(self.total, method.batch, method.drained, self.epoch_samples)
 
     def with_settings(self, **changes: Any) -> Setup:
         """The same with settings decided."""
@@ -254,7 +263,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
         dataset = _fit_targets(dataset, network, workload, where)
     if not settings.timing_only:
         model.to(getattr(torch, settings.precision))
-    rule = update_rule(resolved.method, scale_recipe(training, batch=1))
+    rule = update_rule(resolved.method, scale_recipe(training, resolved.method.batch))
     machine = build_machine(hardware, network, rule, resolved.hardware_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
@@ -327,10 +336,10 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     from pbsim.results.audit import Audit
     from pbsim.results.metrics import MetricsStream
     from pbsim.results.tables import core_rows, link_rows, memory_rows, stage_rows, timing_summary, versions
-    from pbsim.schedule import Batches, Chunk, run_pipeline
+    from pbsim.schedule import Chunk, run_pipeline
 
     settings, workload = setup.resolved.settings, setup.resolved.workload
-    timing, chunks = run_pipeline(setup.machine, Batches(setup.total))
+    timing, chunks = run_pipeline(setup.machine, setup.batches)
     audit = Audit(setup.machine, setup.network, timing)
     window = writer.window if settings.timing_only else None
     metrics = MetricsStream(writer, setup.lr, settings.seed, setup.epoch_samples, window)
@@ -357,8 +366,8 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         samples = TrainingData(setup.dataset, workload.data.augment, settings.seed)
         horizon = Horizon(setup.machine.stages, settings.horizon == "nominal")
         due = due_samples(workload.training.evaluate_every_epochs, setup.epoch_samples, setup.total)
-        order = orders(watched(), setup.rule, setup.lr, horizon)
-        for piece in train(order, backend, samples, setup.machine.stages, due):
+        order = orders(watched(), setup.rule, setup.lr, horizon, setup.batches)
+        for piece in train(order, backend, samples, setup.machine.stages, setup.batches, due):
             metrics.trained(piece.losses)
             latest = float(piece.losses.mean()) if len(piece.losses) else latest
             if piece.evaluation is not None:

@@ -90,8 +90,8 @@ def skip_net_stages(model: nn.Module, partition: str) -> list[Stage]:
 
 
 @dataclass(frozen=True)
-class BatchOne:
-    """A recipe at batch one (DESIGN 5.6, 5.7): m = m_r^(1/N), lr = lr_r (1-m) / ((1-m_r) N), times step decays."""
+class Recipe:
+    """A recipe at batch n (DESIGN 5.6, 5.7): m = m_r^(n/N), lr = lr_r (1-m) n / ((1-m_r) N), times step decays."""
 
     lr: float
     momentum: float
@@ -101,11 +101,11 @@ class BatchOne:
     total: int
 
     @classmethod
-    def scaled(cls, training: Mapping, total: int) -> BatchOne:
-        """From a workload's `[training]` table with a step decay."""
+    def scaled(cls, training: Mapping, total: int, size: int = 1) -> Recipe:
+        """From a workload's `[training]` table with a step decay, to batches of a size."""
         batch, base = training["batch_size"], training["momentum"]
-        momentum = base ** (1 / batch)
-        lr = training["lr"] * (1 - momentum) / ((1 - base) * batch)
+        momentum = base ** (size / batch)
+        lr = training["lr"] * (1 - momentum) * size / ((1 - base) * batch)
         decay = training["decay"]
         return cls(lr, momentum, training["weight_decay"], tuple(decay["at"]), decay["factor"], total)
 
@@ -122,6 +122,12 @@ def sample_order(seed: int, count: int, total: int) -> np.ndarray:
     return np.concatenate(permutations)[:total]
 
 
+def batches(total: int, epoch: int, size: int) -> list[range]:
+    """The samples of every update: as a loader without `drop_last` hands them out, epoch by epoch."""
+    starts = (start for first in range(0, total, epoch) for start in range(first, min(first + epoch, total), size))
+    return [range(start, min(start + size, (start // epoch + 1) * epoch, total)) for start in starts]
+
+
 def spike(momentum: float, delay: float) -> tuple[float, float]:
     """The coefficients (a, b) of spike compensation (PAPERS 1.4)."""
     return momentum**delay, (1 - momentum**delay) / (1 - momentum)
@@ -131,7 +137,7 @@ def run_lockstep(
     stages: list[Stage],
     x: Tensor,
     y: Tensor,
-    recipe: BatchOne,
+    recipe: Recipe,
     mitigations: Mapping[str, float],
     horizon: str = "measured",
     exempt: Callable[[str], bool] = lambda name: False,

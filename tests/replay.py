@@ -4,7 +4,7 @@ It knows DESIGN.md and nothing of pbsim. `RunFiles` reads the directory; `check_
 `check_reports` hold it to what sections 4, 5 and 8 state; `replay` follows the trace op by op in plain PyTorch and
 returns what the run should have computed.
 
-Sequential nets partitioned by `layer`, the digits as data, cross-entropy, a step decay.
+Sequential nets partitioned by `layer`, the digits as data, cross-entropy, a step decay; `pb`, and `sgd:N`.
 
 Usage: `python replay.py RUN_DIRECTORY`
 """
@@ -112,29 +112,65 @@ class RunFiles:
         return self.config["run"]["method"].partition("@")[2] or self.config["run"]["horizon"]
 
     @cached_property
+    def batch_size(self) -> int:
+        """Samples per update: N of `sgd:N`, else one."""
+        schedule = self.config["run"]["method"].partition("+")[0].partition("@")[0]
+        assert schedule == "pb" or schedule.startswith("sgd:"), f"this program does not know {schedule}"
+        return int(schedule.partition(":")[2] or 1)
+
+    @cached_property
+    def drained(self) -> bool:
+        return self.config["run"]["method"].startswith("sgd:")
+
+    @cached_property
+    def batch_of(self) -> np.ndarray:
+        """The update that each sample belongs to; none reaches over the end of an epoch."""
+        sample, epoch = np.arange(self.samples), len(digits()[0])
+        new = (sample % epoch) % self.batch_size == 0
+        return np.cumsum(new) - 1
+
+    @cached_property
+    def firsts(self) -> np.ndarray:
+        """The first sample of each update."""
+        return np.flatnonzero(np.diff(self.batch_of, prepend=-1))
+
+    @cached_property
+    def lasts(self) -> np.ndarray:
+        """The last sample of each update."""
+        return np.flatnonzero(np.diff(self.batch_of, append=len(self.firsts)))
+
+    @cached_property
     def trace(self) -> Trace:
-        return Trace.of(self.tables["events"], self.samples, len(self.tables["stages"]))
+        return Trace.of(self.tables["events"], self.batch_of, len(self.tables["stages"]))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """When each op of each sample ran and which version the table says it read or made: arrays [stage, sample]."""
+    """When each op of each sample ran and which version the table says it read or made: arrays [stage, sample].
+
+    Samples that share an update have it each.
+    """
 
     start: dict[str, np.ndarray]
     end: dict[str, np.ndarray]
     version: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, events: pd.DataFrame, samples: int, stages: int) -> Trace:
-        """Arrange the events; every op must have exactly one row per sample and stage."""
+    def of(cls, events: pd.DataFrame, batch_of: np.ndarray, stages: int) -> Trace:
+        """Arrange the events: per stage a row of each op per sample, but of updates per batch, at its first sample."""
+        samples, firsts = len(batch_of), np.flatnonzero(np.diff(batch_of, prepend=-1))
         found: dict[str, dict[str, np.ndarray]] = {"start": {}, "end": {}, "version": {}}
         for op in STAGE_OPS:
             rows = events[events["op"] == op]
-            assert len(rows) == samples * stages, f"{len(rows)} rows of {op} for {samples} samples, {stages} stages"
+            due = len(firsts) if op == "update" else samples
+            assert len(rows) == due * stages, f"{len(rows)} rows of {op} instead of {due} at {stages} stages"
             assert not rows.duplicated(["stage", "sample"]).any(), f"a second row of {op} for a sample and stage"
             for column, arrays in found.items():
                 array = np.full((stages, samples), -1, dtype=np.int64)
                 array[rows["stage"], rows["sample"]] = rows[column]
+                if op == "update":
+                    assert rows["sample"].isin(firsts).all(), "an update stands under another than its first sample"
+                    array = array[:, firsts[batch_of]]
                 arrays[op] = array
         return cls(**found)
 
@@ -195,17 +231,20 @@ def check_trace(run: RunFiles) -> None:
     stages = len(core_of)
     for s in range(stages):
         for op in STAGE_OPS:
-            assert (np.diff(trace.start[op][s]) > 0).all(), f"samples overtake each other in {op} of stage {s}"
+            starts = trace.start[op][s][run.firsts if op == "update" else slice(None)]
+            assert (np.diff(starts) > 0).all(), f"samples overtake each other in {op} of stage {s}"
         assert (trace.end["forward"][s] <= trace.backward_start[s]).all()
         assert (trace.start["update"][s] >= trace.end["weight_gradient"][s]).all()
         if s:
             assert (trace.start["forward"][s] >= trace.end["forward"][s - 1]).all()
             assert (trace.backward_start[s - 1] >= trace.end["input_gradient"][s]).all()
         # A write at cycle c is seen by every read at cycle c or later.
-        writes = np.sort(trace.end["update"][s])
+        writes = np.sort(trace.end["update"][s][run.firsts])
         reads = np.searchsorted(writes, trace.start["forward"][s], side="right")
         np.testing.assert_array_equal(trace.version["forward"][s], reads, f"forward, stage {s}")
-        np.testing.assert_array_equal(trace.version["update"][s], np.arange(len(writes)) + 1, f"update, stage {s}")
+        np.testing.assert_array_equal(trace.version["update"][s], run.batch_of + 1, f"update, stage {s}")
+        if run.drained:
+            np.testing.assert_array_equal(trace.version["forward"][s], run.batch_of, f"stage {s} does not drain")
         reads = np.searchsorted(writes, trace.backward_start[s], side="right")
         if "ws" in run.mitigations:
             reads = trace.version["forward"][s]
@@ -228,7 +267,10 @@ def check_units(run: RunFiles) -> None:
 
 
 def check_in_flight(run: RunFiles) -> None:
-    """F starts only while fewer than `credits` samples are between the start of F and the end of U (4)."""
+    """F starts only while fewer than `credits` samples are between the start of F and the end of U (4).
+
+    Within a batch no U follows the backward: there a sample leaves at the end of Bw.
+    """
     stages, trace = len(run.stages), run.trace
     pipeline = run.config["hardware"]["pipeline"]
     rules = {"lockstep": lambda s: 2 * (stages - 1 - s) + 1, "1f1b": lambda s: stages - s}
@@ -237,22 +279,34 @@ def check_in_flight(run: RunFiles) -> None:
         return
     for s in range(stages):
         allowed = rules[credits](s) if isinstance(credits, str) else np.broadcast_to(credits, stages)[s]
-        in_flight = np.arange(run.samples) - trace.version["forward"][s]
+        left = trace.end["weight_gradient"][s].copy()
+        left[run.lasts] = trace.end["update"][s][run.lasts]
+        in_flight = np.arange(run.samples) - np.searchsorted(left, trace.start["forward"][s], side="right")
         assert (in_flight < allowed).all(), f"stage {s} forwards with {in_flight.max()} in flight of {allowed}"
 
 
+def lockstep_entries(run: RunFiles) -> np.ndarray:
+    """The step in which each sample enters: one per step, and behind each batch 2S - 2 in which it drains."""
+    return np.arange(run.samples) + run.drained * run.batch_of * (2 * len(run.stages) - 2)
+
+
 def check_lockstep(run: RunFiles) -> None:
-    """Stage s forwards sample i in step i + s and reads version max(0, i - 2(S-1-s)); one length of step."""
+    """Stage s forwards sample i s steps after it entered; one length of step.
+
+    Undrained it reads version max(0, i - 2(S-1-s)).
+    """
     stages, trace = len(run.stages), run.trace
     step = trace.start["forward"] - trace.start["forward"][0, 0]
-    index = np.arange(run.samples)
-    length = step[0, 1]
+    index = lockstep_entries(run)
+    length = step[1, 0]
     for s in range(stages):
         np.testing.assert_array_equal(step[s], (index + s) * length, f"forward steps of stage {s}")
-        np.testing.assert_array_equal(trace.version["forward"][s], np.maximum(0, index - 2 * (stages - 1 - s)))
+        if not run.drained:
+            np.testing.assert_array_equal(trace.version["forward"][s], np.maximum(0, index - 2 * (stages - 1 - s)))
         backward = trace.start["forward"][0, 0] + (index + 2 * (stages - 1) - s) * length
         assert (trace.backward_start[s] >= backward).all()
-        assert (trace.end["update"][s] <= backward + length).all()
+        assert (trace.end["weight_gradient"][s] <= backward + length).all()
+        assert (trace.end["update"][s] <= backward + length)[run.lasts].all()
 
 
 def check_reports(run: RunFiles) -> None:
@@ -261,9 +315,10 @@ def check_reports(run: RunFiles) -> None:
     cycles = int(events["end"].max())
     if run.config["hardware"]["pipeline"]["timing"] == "lockstep":
         # every step has the same length, drain included: the run ends with its last step, whatever runs in it
-        length = int(trace.start["forward"][0, 1] - trace.start["forward"][0, 0])
-        assert cycles <= (run.samples + 2 * stages - 2) * length < cycles + length
-        cycles = (run.samples + 2 * stages - 2) * length
+        length = int(trace.start["forward"][1, 0] - trace.start["forward"][0, 0])
+        steps = int(lockstep_entries(run)[-1]) + 2 * stages - 1
+        assert cycles <= steps * length < cycles + length
+        cycles = steps * length
     np.testing.assert_array_equal(metrics["sample"], np.arange(run.samples))
     images = len(digits()[0])
     np.testing.assert_array_equal(metrics["epoch"], np.arange(run.samples) // images)
@@ -277,7 +332,7 @@ def check_reports(run: RunFiles) -> None:
         delays = trace.delays[s]
         running = trace.version["forward"][s] >= 1
         delays = delays[running] if running.any() else delays
-        assert row["delay_nominal"] == 2 * (stages - 1 - s)
+        assert row["delay_nominal"] == (0 if run.drained else 2 * (stages - 1 - s))
         assert (row["delay_min"], row["delay_max"]) == (delays.min(), delays.max()), f"delays of stage {s}"
         assert math.isclose(row["delay_mean"], delays.mean(), rel_tol=1e-12), f"mean delay of stage {s}"
 
@@ -329,7 +384,7 @@ def check_summary(run: RunFiles, cycles: int) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The base recipe at batch one (5.6, 5.7): `lr` of every sample, momentum and weight decay."""
+    """The base recipe at the method's batch (5.6, 5.7): `lr` of every sample, momentum and weight decay."""
 
     lr: np.ndarray
     momentum: float
@@ -342,8 +397,8 @@ class Recipe:
         batch, base = training["batch_size"], training["momentum"]
         momentum, lr = base, training["lr"]
         if training["scale"]:
-            momentum = base ** (1 / batch)
-            lr *= (1 - momentum) / ((1 - base) * batch)
+            momentum = base ** (run.batch_size / batch)
+            lr *= (1 - momentum) * run.batch_size / ((1 - base) * batch)
         assert not training["nesterov"]
         assert not training["exempt"]
         assert training["warmup_epochs"] == 0
@@ -497,12 +552,17 @@ def replay(run: RunFiles) -> Replayed:
             errors[s - 1, i] = found.pop(0)
         gradients[s, i] = found
 
+    def mean_gradient(s: int, i: int) -> list[Tensor]:
+        members = np.flatnonzero(run.batch_of == run.batch_of[i])
+        parts = [gradients.pop((s, int(member))) for member in members]
+        return [torch.stack(values).mean(dim=0) for values in zip(*parts, strict=True)]
+
     def update(s: int, i: int) -> None:
         a, b = 1.0, 0.0
         if "sc" in mitigations:
             power = recipe.momentum ** (mitigations["sc"] * int(delays[s, i]))
             a, b = power, (1 - power) / (1 - recipe.momentum)
-        stages[s].update(gradients.pop((s, i)), recipe.lr[i], recipe, a, b)
+        stages[s].update(mean_gradient(s, i), recipe.lr[i], recipe, a, b)
 
     def evaluate(sample: int) -> tuple[int, float, float]:
         for stage in stages:
@@ -512,11 +572,11 @@ def replay(run: RunFiles) -> Replayed:
         loss = functional.cross_entropy(outputs, y_test).item()
         return sample, loss, (outputs.argmax(dim=1) == y_test).double().mean().item()
 
-    evaluations = run.tables["evaluations"].sort_values("cycle")
+    evaluations = run.tables["evaluations"].sort_values(["cycle", "sample"])
     pending = list(zip(evaluations["sample"][:-1], evaluations["cycle"][:-1], strict=True))
     for sample, cycle in pending:
         assert cycle == trace.end["update"][:, sample].max(), "an evaluation is due when its sample is learnt"
-    writes = ((cycle, 0, s, i, update) for (s, i), cycle in np.ndenumerate(trace.end["update"]))
+    writes = ((trace.end["update"][s, i], 0, s, i, update) for s in range(last + 1) for i in run.firsts)
     reads = ((cycle, 2, s, i, forward) for (s, i), cycle in np.ndenumerate(trace.start["forward"]))
     backs = ((cycle, 2, s, i, backward) for (s, i), cycle in np.ndenumerate(trace.backward_start))
     looks = ((cycle, 1, 0, sample, None) for sample, cycle in pending)
@@ -543,7 +603,7 @@ def differences(run: RunFiles) -> dict[str, float]:
     again = replay(run)
     stored = load_file(run.path / "weights.safetensors")
     assert stored.keys() == again.weights.keys()
-    evaluations = run.tables["evaluations"].sort_values("cycle")
+    evaluations = run.tables["evaluations"].sort_values(["cycle", "sample"])
     assert list(evaluations["sample"]) == [sample for sample, _, _ in again.evaluations]
     return {
         "losses": relative_difference(run.metrics["loss"], again.losses),

@@ -39,6 +39,11 @@ def case(**changes: object) -> Case:
     return Case(net, with_cycles(made, [(3, 0, 2, 1), (4, 2, 2, 1), (2, 1, 1, 1), (3, 2, 1, 2)]), SAMPLES)
 
 
+def drained(**changes: object) -> Case:
+    """The same in epochs of 5 samples and batches of 3: samples 0 to 2, 3 and 4, 5 to 7."""
+    return replace(case(**changes), batch=3, epoch=5)
+
+
 @dataclass(frozen=True)
 class Ran:
     """A run whose trace and books can be tampered with before the audit sees them."""
@@ -125,8 +130,8 @@ def both(*changes: Rows) -> Rows:
 # --- what must pass ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=SLOW)
-@given(cases(), st.integers(1, 300))
+@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(every=True, pipeline__memory="report"), st.integers(1, 300))
 def test_every_run_passes_in_chunks_of_any_size(made, chunk_rows):
     found = ran(made, chunk_rows)
     bounds = found.audit()
@@ -135,8 +140,9 @@ def test_every_run_passes_in_chunks_of_any_size(made, chunk_rows):
 
 @pytest.mark.parametrize("timing", ["dataflow", "lockstep"])
 @pytest.mark.parametrize("units", ["shared", "split"])
-def test_the_run_that_is_tampered_with_passes_as_it_is(timing, units):
-    found = ran(case(pipeline__timing=timing, core__units=units))
+@pytest.mark.parametrize("build", [case, drained])
+def test_the_run_that_is_tampered_with_passes_as_it_is(timing, units, build):
+    found = ran(build(pipeline__timing=timing, core__units=units))
     found.audit(rows=lambda rows: rows)
 
 
@@ -159,6 +165,33 @@ def test_bounds_are_those_of_the_busiest_core_link_and_the_host():
     # link 0>1 and back: 5 elements = 10 bytes = 5 cycles to stage 1, and as many to stage 3
     assert bounds.link == SAMPLES * 10
     assert bounds.host == (SAMPLES - 1) * 2  # 3 elements = 6 bytes at 4 per cycle; the first has no one before it
+
+
+@pytest.mark.parametrize(
+    ("units", "cycles"),
+    [
+        ("shared", 8 * (4 + 2 + 2) + 3 * 1),  # stage 1: F, Bx and Bw of 8 samples, U of 3 batches
+        ("split", 8 * (2 + 2) + 3 * 1),  # its backward unit, 35; the forward unit has 8 * 4
+    ],
+)
+def test_the_compute_bound_counts_an_update_per_batch(units, cycles):
+    assert ran(drained(core__units=units)).audit().compute == cycles
+
+
+def test_records_of_a_batch_share_its_update_and_have_no_delay():
+    made = drained()
+    timing, chunks = run_pipeline(made.machine, made.batches, 20)
+    audit = Audit(made.machine, made.net, timing)
+    records = [record for _, record in audited(chunks, audit)]
+    samples = np.concatenate([record.sample for record in records])
+    np.testing.assert_array_equal(samples, np.arange(SAMPLES))
+    version, end = (np.concatenate([getattr(record, name) for record in records]) for name in ("version", "end"))
+    batch = np.repeat([0, 1, 2], [3, 2, 3])[:, None]
+    np.testing.assert_array_equal(version[:, :, F], np.broadcast_to(batch, (SAMPLES, STAGES)))
+    np.testing.assert_array_equal(version[:, :, U], np.broadcast_to(batch + 1, (SAMPLES, STAGES)))
+    assert (end[0, :, U] == end[2, :, U]).all()
+    assert (end[2, :, U] < end[3, :, U]).all()
+    assert audit.delays.table() == [(0.0, 0, 0)] * STAGES
 
 
 def test_records_are_complete_samples_with_their_delays():
@@ -187,7 +220,7 @@ def test_delays_of_a_run_too_short_to_read_an_update_are_over_all_samples():
 def test_records_refuse_a_row_that_no_sample_should_have():
     made = case()
     rows = Trace.concatenate(*(chunk.rows for chunk in ran(made).chunks))
-    recorder = Recorder(made.machine)
+    recorder = Recorder(made.machine, made.batches)
     with pytest.raises(MalformedTraceError, match="exactly one row of each kind"):
         recorder.feed(changed(of(1, Op.WEIGHT_GRADIENT, 2), stage=1)(rows))
 
@@ -263,6 +296,50 @@ def test_a_tampered_trace_is_named(tampering):
     rows, message = TAMPERED[tampering]
     with pytest.raises(AuditError, match=message):
         ran(case()).audit(rows=rows)
+
+
+def to(where: Callable[[Trace], np.ndarray], cycle: int) -> Rows:
+    """Move a row to start at a cycle."""
+    return lambda rows: moved(where, cycle - int(rows.start[where(rows)][0]))(rows)
+
+
+TAMPERED_BATCH = {
+    "an update under another sample of its batch": (
+        changed(of(1, U, 3), sample=1),
+        r"updates of samples \[4\], which are not the first of a batch",
+    ),
+    "an update of no batch": (changed(of(1, U, 5), sample=4), r"updates of samples \[9\], which are not the first"),
+    "a missing update": (without(of(2, U, 5)), r"samples \[5 6 7\] are incomplete"),
+    "a missing backward": (without(of(2, BW, 4)), r"samples \[4\] are incomplete"),
+    "a doubled update": (twice(of(3, U, 5)), "a unit runs two operations at once"),
+    "an update in place of another": (changed(of(2, U, 5), sample=-2), r"samples \[3 4\] have too many rows"),
+    "an update of the wrong length": (changed(of(0, U, 5), end=1), "not the cycles of its core"),
+    "an update before the last backward of its batch": (to(of(3, U, 0), 0), "U starts before Bw ended"),
+    "a forward that reads a wrong version": (
+        changed(of(1, F, 4), version=-1),
+        "stage 1 reads a version that is not there",
+    ),
+    "a forward that does not wait for the update": (
+        both(to(of(0, Op.LOAD, 3), 0), to(of(0, F, 3), 12)),
+        "stage 0 reads a version that is not there",
+    ),
+    "an update that makes a wrong version": (changed(of(2, U, 3), version=1), "stage 2 counts its updates wrongly"),
+}
+
+
+@pytest.mark.parametrize("tampering", TAMPERED_BATCH)
+def test_a_tampered_trace_of_batches_is_named(tampering):
+    rows, message = TAMPERED_BATCH[tampering]
+    with pytest.raises(AuditError, match=message):
+        ran(drained()).audit(rows=rows)
+
+
+def test_a_schedule_that_should_drain_and_does_not_is_found():
+    # pipelined backpropagation at batch one is consistent in itself, but does not wait for its updates
+    found = ran(case())
+    found.timing.batches = Batches(SAMPLES, 1, drained=True)
+    with pytest.raises(AuditError, match="a forward does not read what the update of the batch before has left"):
+        found.audit()
 
 
 def test_the_backward_unit_must_not_overlap_itself():
@@ -425,6 +502,36 @@ def held_too_many(timing: Timing) -> None:
 
 def stashed_too_little(timing: Timing) -> None:
     timing.ledger.peak[1][Category.STASH] -= 1
+
+
+@pytest.mark.parametrize("build", [case, drained])
+def test_an_update_booked_as_stall_is_found(build):
+    with pytest.raises(AuditError, match=r"core 1 books \d cycles of update"):
+        ran(build()).audit(books=booked(update=-1, stall_input=1))
+
+
+@pytest.mark.parametrize("timing", ["dataflow", "lockstep"])
+@pytest.mark.parametrize("units", ["shared", "split"])
+def test_samples_in_flight_of_a_batch_are_recounted(timing, units):
+    found = ran(drained(pipeline__timing=timing, core__units=units))
+    assert found.timing.peak_in_flight[:2] == [3, 3]  # a batch fits in the 7 and 5 credits of stages 0 and 1
+    with pytest.raises(AuditError, match=r"samples in flight peaked at .3 3 . 1., booked .3, 4, ., 1."):
+        found.audit(books=held_too_many)
+
+
+def test_more_samples_of_a_batch_in_flight_than_credits_are_found():
+    found = ran(drained())
+    fewer = drained(pipeline__credits=2).machine
+    with pytest.raises(AuditError, match="core 0 held 3 samples with 2 credits"):
+        replace(found, case=replace(found.case, machine=fewer)).audit()
+
+
+def test_a_lockstep_stash_that_holds_more_than_a_batch_is_found():
+    def stashed_too_much(timing: Timing) -> None:
+        timing.ledger.peak[0][Category.STASH] += 1
+
+    with pytest.raises(AuditError, match="the stash of core 0 peaked at 19 bytes"):  # 3 samples of 6
+        ran(drained(pipeline__timing="lockstep")).audit(books=stashed_too_much)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,21 @@ def test_run_from_a_shell(tmp_path):
     assert "\x1b" not in done.stdout + done.stderr  # plain text where no terminal is
 
 
+def test_run_takes_a_drained_schedule_with_its_batch(pbsim, tmp_path):
+    outcome = pbsim("run", "mesh", "digits_mlp", "--method", "sgd:8", "--samples", "50", "--seed", "2")
+    assert outcome.status == 0
+    assert "digits_mlp on mesh, sgd:8" in outcome.out
+    run = open_run(tmp_path / "runs" / "mesh-digits_mlp-sgd8-2")  # no colon in a path
+    assert (run.summary["method"], run.summary["status"]) == ("sgd:8", "finished")
+    assert run.config["run"]["method"] == "sgd:8"
+    updates = run.events.query("op == 'update' and stage == 0").sort_values("sample")
+    assert list(updates["sample"]) == [0, 8, 16, 24, 32, 40, 48]
+    assert list(updates["version"]) == [1, 2, 3, 4, 5, 6, 7]
+    assert (run.stages[["delay_nominal", "delay_mean", "delay_min", "delay_max"]] == 0).all(axis=None)
+    lines = [line for line in outcome.out.splitlines() if "delay of first stage" in line]
+    assert "0.00 (0 to 0; nominal 0)" in lines[0]
+
+
 def test_set_reaches_hardware_workload_and_run(pbsim, tmp_path):
     outcome = pbsim(
         *("run", "mesh", "digits_mlp", "--samples", "10", "--out", "run", "--trace", "first:3"),
@@ -157,6 +172,8 @@ def test_force_does_not_replace_what_is_no_run_directory(pbsim, tmp_path):
         (("mehs", "digits_mpl"), ["mehs: no such file", "'mesh'", "digits_mpl: no such file", "'digits_mlp'"]),
         (("mesh", "digits_mlp", "--method", "pb+xx"), ["method = pb+xx: unknown mitigation 'xx'; available: sc"]),
         (("mesh", "digits_mlp", "--method", "legw:256"), ["not built yet; available: pb"]),
+        (("mesh", "digits_mlp", "--method", "sgd"), ["method = sgd: 'sgd' is written sgd:N"]),
+        (("mesh", "digits_mlp", "--method", "sgd:8+lwpv"), ["lwpv mends stale weights, which 'sgd' does not have"]),
         (("mesh", "digits_mlp", "--samples", "0"), ["command line: samples = 0: should be greater than or equal to 1"]),
         (("mesh", "digits_mlp", "--samples", "5", "--epochs", "1"), ["samples = 5: excludes epochs"]),
         (("mesh", "digits_mlp", "--seed", "-1"), ["seed = -1"]),

@@ -367,7 +367,7 @@ def test_problems_of_all_files_and_the_method_come_in_one_message(tmp_path):
         "command line: seed = -1: should be greater than or equal to 0",
         "--set: bogus = 3: no such key",
         "--set: training.momentum = 2: should be less than 1",
-        "method = qb+sc+xx: unknown schedule 'qb'; available: pb",
+        "method = qb+sc+xx: unknown schedule 'qb'; available: pb, sgd:N",
         "method = qb+sc+xx: unknown mitigation 'xx'; available: sc, lwpv, lwpw, ws",
     ):
         assert expected in lines
@@ -425,14 +425,24 @@ def test_a_missing_file_lists_what_is_shipped_and_suggests_the_nearest():
 def test_methods_are_read_and_written(text, mitigations, horizon, written):
     method = parse_method(text)
     assert (method.schedule, method.mitigations, method.horizon) == ("pb", mitigations, horizon)
+    assert (method.batch, method.drained) == (1, False)
     assert str(method) == written
+
+
+@pytest.mark.parametrize("batch", [1, 8, 1024])
+def test_a_drained_schedule_is_written_with_its_batch(batch):
+    method = parse_method(f"sgd:{batch}")
+    assert (method.schedule, method.mitigations, method.horizon) == ("sgd", {}, None)
+    assert (method.batch, method.drained) == (batch, True)
+    assert str(method) == f"sgd:{batch}"
+    assert parse_method(str(method)) == method
 
 
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
         ("", ["unknown schedule ''"]),
-        ("PB", ["unknown schedule 'PB'; available: pb"]),
+        ("PB", ["unknown schedule 'PB'; available: pb, sgd:N"]),
         ("pb:4", ["'pb' trains at batch one"]),
         ("legw:256", ["not built yet; available: pb"]),
         ("pb+", ["unknown mitigation ''"]),
@@ -442,6 +452,12 @@ def test_methods_are_read_and_written(text, mitigations, horizon, written):
         ("pb+lwpv=nan", ["lwpv= takes a positive number, not 'nan'"]),
         ("pb+sc=", ["sc= takes a positive number"]),
         ("pb+lwpv+lwpw", ["choose one"]),
+        *((text, ["'sgd' is written sgd:N, with a batch of N samples"]) for text in ("sgd", "sgd:", "sgd:0", "sgd:-1")),
+        *((text, ["'sgd' is written sgd:N, with a batch of N samples"]) for text in ("sgd:x", "sgd:1.5", "sgd:٣")),
+        ("sgd:8+sc", ["sc mends stale weights, which 'sgd' does not have"]),
+        ("sgd:8+lwpv+ws", ["lwpv mends stale weights", "ws mends stale weights"]),
+        ("sgd:8@nominal", ["@ says which delay mitigations use; 'sgd' has neither"]),
+        ("sgd:0+xx@later", ["sgd:N", "'xx'", "'later'"]),
         ("pb@later", ["one of measured, nominal, not 'later'"]),
         ("qb+xx+ws=1@later", ["'qb'", "'xx'", "'ws' takes no value", "'later'"]),
     ],
@@ -694,7 +710,7 @@ tasks = table(
 runs = table(
     {},
     {
-        "method": st.sampled_from(["pb", "pb+lwpv+sc", "pb+sc=2"]),
+        "method": st.sampled_from(["pb", "pb+lwpv+sc", "pb+sc=2", "sgd:1", "sgd:32"]),
         "seed": st.integers(0, 2**63 - 1),
         "precision": st.sampled_from(["float32", "float64"]),
         "horizon": st.sampled_from(["measured", "nominal"]),

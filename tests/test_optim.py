@@ -18,6 +18,7 @@ from pbsim.config.workload import Training
 from pbsim.errors import UserError
 from pbsim.optim import LearningRate, Recipe, UpdateRule, scale_recipe, update_rule
 from pbsim.optim.recipe import step_start
+from pbsim.schedule import Batches
 
 MITIGATIONS = ["", "+sc", "+lwpv", "+lwpw", "+ws", "+lwpv+sc"]
 
@@ -175,6 +176,23 @@ def test_warm_up_rises_by_updates_to_one(warmup_epochs, epoch_samples, batch, up
     factors = rates(24, epoch_samples, batch, warmup_epochs=warmup_epochs)
     expected = [min(1.0, (i // batch + 1) / updates) for i in range(24)]
     np.testing.assert_allclose(factors, expected, rtol=1e-14)
+
+
+def test_warm_up_counts_the_smaller_batch_at_an_epochs_end_as_an_update():
+    # epochs of 10 in batches of 4, 4 and 2: two epochs are six updates, and 2 * 10 / 4 = 5 of them warm up
+    table = training(lr=1.0, scale=False, warmup_epochs=2.0)
+    factors = LearningRate(scale_recipe(table, 4), 30, 10, 2.0, table.decay)(np.arange(30))
+    updates = np.repeat(np.arange(9), [4, 4, 2] * 3)
+    np.testing.assert_allclose(factors, np.minimum(1, (updates + 1) / 5), rtol=1e-15)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 12))
+def test_warm_up_counts_the_updates_that_the_schedule_makes(samples, size, epoch):
+    table = training(lr=1.0, scale=False)
+    lr = LearningRate(scale_recipe(table, size), samples, epoch, 1000.0, table.decay)
+    updates = Batches(samples, size, drained=True, epoch_samples=epoch).indices(np.arange(samples))
+    np.testing.assert_allclose(lr(np.arange(samples)), (updates + 1) * size / (1000 * epoch), rtol=1e-12)
 
 
 def test_without_warm_up_the_first_sample_has_the_peak():

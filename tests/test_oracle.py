@@ -1,4 +1,4 @@
-"""pbsim against plain PyTorch: every mitigation in lockstep, and one stage against torch.optim.SGD."""
+"""pbsim against plain PyTorch: every mitigation in lockstep; one stage and drained pipelines against its SGD."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 import models
 import numpy as np
 import oracle
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import pbsim
+from pbsim.config import Hardware, read_source
 
 SAMPLES = 500
 TRAINING = {
@@ -67,7 +69,7 @@ def expected(method: str, horizon: str, partition: str, exempt: str) -> tuple[np
         stages,
         x[order].to(torch.float64),
         y[order],
-        oracle.BatchOne.scaled(TRAINING, SAMPLES),
+        oracle.Recipe.scaled(TRAINING, SAMPLES),
         mitigations_of(method),
         horizon,
         exempt=lambda name: bool(exempt) and name.endswith(exempt),
@@ -104,7 +106,7 @@ def differences(
     trained = {name: w.detach().numpy() for name, w in run.model.named_parameters()}
     assert trained.keys() == weights.keys()
     assert all(w.dtype == np.dtype(precision) for w in trained.values())
-    lr_at = oracle.BatchOne.scaled(TRAINING, SAMPLES).lr_at
+    lr_at = oracle.Recipe.scaled(TRAINING, SAMPLES).lr_at
     np.testing.assert_allclose(metrics["lr"], [lr_at(i) for i in range(SAMPLES)], rtol=1e-13)
     np.testing.assert_array_equal(metrics["dataset_index"], oracle.sample_order(3, 200, SAMPLES))
     return {
@@ -187,31 +189,171 @@ def test_one_stage_is_sgd(method: str, factory: str, partition: str | list[str],
         data=arrays(),
     )
     assert len(run.stages) == 1
-    losses, weights = sgd(factory, samples)
+    losses, weights, _ = sgd(factory, samples)
     assert oracle.relative_difference(run.metrics.sort_values("sample")["loss"].to_numpy(), losses) < 1e-9
     for name, w in run.model.named_parameters():
         assert oracle.relative_difference(w.detach().numpy(), weights[name]) < 1e-9
 
 
 @lru_cache
-def sgd(factory: str, samples: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """torch.optim.SGD at batch one."""
-    x, y = (torch.from_numpy(a) for a in arrays()[:2])
+def sgd(
+    factory: str, samples: int, size: int = 1, warmup_epochs: float = 0, nesterov: bool = False
+) -> tuple[np.ndarray, dict[str, np.ndarray], float]:
+    """torch.optim.SGD on the whole module: losses of the samples, final weights, test loss.
+
+    An update has the learning rate of its batch's first sample; warm-up counts updates (DESIGN 5.6).
+    """
+    x, y, x_test, y_test = (torch.from_numpy(a) for a in arrays())
     model = build(factory).to(torch.float64)
-    recipe = oracle.BatchOne.scaled(TRAINING, samples)
+    recipe = oracle.Recipe.scaled(TRAINING, samples, size)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+        model.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, nesterov=nesterov
     )
+    order = oracle.sample_order(3, len(x), samples)
     losses = []
-    for sample, index in enumerate(oracle.sample_order(3, len(x), samples)):
+    for number, batch in enumerate(oracle.batches(samples, len(x), size)):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr_at(sample)
+            group["lr"] = recipe.lr_at(batch[0]) * warm(number, warmup_epochs * len(x) / size)
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x[index : index + 1].to(torch.float64)), y[index : index + 1])
-        loss.backward()
+        chosen = torch.from_numpy(order[list(batch)])
+        each = functional.cross_entropy(model(x[chosen].to(torch.float64)), y[chosen], reduction="none")
+        each.mean().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return np.array(losses), {name: w.detach().numpy() for name, w in model.named_parameters()}
+        losses.extend(each.tolist())
+    with torch.no_grad():
+        test_loss = functional.cross_entropy(model(x_test.to(torch.float64)), y_test).item()
+    return np.array(losses), {name: w.detach().numpy() for name, w in model.named_parameters()}, test_loss
+
+
+def warm(update: int, updates: float) -> float:
+    return min(1.0, (update + 1) / updates) if updates else 1.0
+
+
+def drained(
+    size: int,
+    hardware: str | dict = "lockstep_ideal",
+    backend: str = "numba",
+    precision: str = "float64",
+    **training: object,
+) -> pbsim.Run:
+    """`sgd:size` on the net with a skip edge, two and a half epochs of 200 samples."""
+    partition = training.pop("partition", "layer")
+    return pbsim.simulate(
+        hardware,
+        workload(partition=partition, **training),
+        f"sgd:{size}",
+        seed=3,
+        samples=SAMPLES,
+        backend=backend,
+        settings={"precision": precision},
+        model=build(),
+        data=arrays(),
+    )
+
+
+def sgd_differences(run: pbsim.Run, size: int, **recipe: object) -> dict[str, float]:
+    """Largest relative differences of a drained run from torch.optim.SGD."""
+    losses, weights, test_loss = sgd("skip_net", SAMPLES, size, **recipe)
+    trained = {name: w.detach().numpy() for name, w in run.model.named_parameters()}
+    return {
+        "losses": oracle.relative_difference(run.metrics.sort_values("sample")["loss"].to_numpy(), losses),
+        "weights": max(oracle.relative_difference(trained[name], weights[name]) for name in weights),
+        "evaluation": oracle.relative_difference(np.array([run.evaluations["loss"].iloc[-1]]), np.array([test_loss])),
+    }
+
+
+def test_the_oracles_batches_end_with_the_epoch_and_with_the_run() -> None:
+    assert oracle.batches(11, 5, 2) == [
+        range(a, b) for a, b in ((0, 2), (2, 4), (4, 5), (5, 7), (7, 9), (9, 10), (10, 11))
+    ]
+
+
+# Epochs of 200 samples and a run of 500: batches of 7 leave 4 at the end of an epoch and 2 at that of the run, batches
+# of 32 leave 8 and 4. Step decays act from samples 35, 278 and 400, of which 278 is no batch's first.
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("hardware", ["lockstep_ideal", "mesh"])
+@pytest.mark.parametrize("size", [1, 7, 32])
+def test_a_drained_pipeline_is_sgd(size: int, hardware: str, backend: str) -> None:
+    assert_agreement(sgd_differences(drained(size, hardware, backend), size), "float64")
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_a_drained_pipeline_with_stages_without_parameters_is_sgd(backend: str) -> None:
+    assert_agreement(sgd_differences(drained(7, "mesh", backend, partition="residual"), 7), "float64")
+
+
+@pytest.mark.parametrize("warmup_epochs", [0.33, 1.2])
+def test_a_drained_pipeline_warms_up_by_updates(warmup_epochs: float) -> None:
+    """Over 9.4 updates, and over 34.3, of which 29 are of the first epoch: the smaller one at its end counts too."""
+    run = drained(7, warmup_epochs=warmup_epochs)
+    assert_agreement(sgd_differences(run, 7, warmup_epochs=warmup_epochs), "float64")
+
+
+def test_a_drained_pipeline_has_torchs_nesterov() -> None:
+    assert_agreement(sgd_differences(drained(7, nesterov=True), 7, nesterov=True), "float64")
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_a_drained_pipeline_is_sgd_in_float32(backend: str) -> None:
+    assert_agreement(sgd_differences(drained(32, backend=backend, precision="float32"), 32), "float32")
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("units", ["shared", "split"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {},
+        {"credits": "unbounded"},
+        {"credits": [3, 1, 4, 1, 5, 2], "priority": "forward"},
+        {"credits": "unbounded", "output_slots": 1, "memory": "enforce"},
+    ],
+    ids=["as it is", "unbounded credits", "uneven credits", "enforced memory"],
+)
+def test_weights_of_a_drained_pipeline_do_not_depend_on_its_timing(pipeline: dict, units: str, precision: str) -> None:
+    """Every timing adds the gradients of a batch in the order of its samples: the same bits."""
+    mesh = read_source(Hardware, "mesh").document
+    mesh |= {"pipeline": mesh["pipeline"] | pipeline, "core": mesh["core"] | {"units": units}}
+    one, other = (drained(7, hardware, precision=precision) for hardware in ("lockstep_ideal", mesh))
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        np.testing.assert_array_equal(a.detach().numpy(), b.detach().numpy())
+    assert one.metrics["loss"].tolist() == other.metrics["loss"].tolist()
+
+
+def test_with_unbounded_credits_the_stashes_of_a_whole_batch_are_held() -> None:
+    """Credits bound what a batch may hold: 2(S-1-s) + 1 samples by default, without them all of its N."""
+    mesh = read_source(Hardware, "mesh").document
+    stash = {}
+    for credits in (1, "lockstep", "unbounded"):
+        run = drained(32, mesh | {"pipeline": {"credits": credits}})
+        rows = run.memory[(run.memory["core"] == 0) & (run.memory["category"] == "stash")]
+        stash[credits] = int(rows["peak_bytes"].iloc[0])
+    assert stash["lockstep"] == 11 * stash[1]
+    assert stash["unbounded"] == 32 * stash[1]
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize(
+    ("factory", "partition"), [("single_linear", "layer"), ("whole_skip_net", ["body"])], ids=["linear", "list"]
+)
+def test_with_one_stage_sgd_at_batch_one_is_pb(factory: str, partition: str | list[str], backend: str) -> None:
+    runs = [
+        pbsim.simulate(
+            "mesh",
+            workload(factory, partition),
+            method,
+            seed=3,
+            samples=120,
+            backend=backend,
+            model=build(factory),
+            data=arrays(),
+        )
+        for method in ("pb", "sgd:1")
+    ]
+    for name in ("metrics", "events", "stages", "cores"):
+        pd.testing.assert_frame_equal(runs[0].table(name), runs[1].table(name), check_exact=True)
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        np.testing.assert_array_equal(a.detach().numpy(), b.detach().numpy())
 
 
 def test_autograd_sees_the_weights_copied_in_after_the_forward() -> None:

@@ -6,6 +6,7 @@ import tomllib
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import replay
 
@@ -26,6 +27,14 @@ CASES = {
     "nominal": ("digits_mlp", {}, "pb+lwpv+sc@nominal", {}),
     "evaluations within": ("digits_cnn", {}, "pb", {"evaluate_every_epochs": 0.07}),
     "torch backend": ("digits_cnn", {}, "pb+lwpv+sc", {"backend": "torch"}),
+    "sgd dataflow": ("digits_cnn", {}, "sgd:8", {}),
+    "sgd lockstep": ("digits_cnn", LOCKSTEP, "sgd:32", {}),
+    "sgd split dataflow": ("digits_cnn", SPLIT, "sgd:7", {}),
+    "sgd split lockstep": ("digits_cnn", SPLIT | LOCKSTEP, "sgd:1", {}),
+    "sgd unbounded credits": ("digits_mlp", {"pipeline": {"credits": "unbounded"}}, "sgd:16", {}),
+    "sgd torch backend": ("digits_cnn", {}, "sgd:8", {"backend": "torch"}),
+    "sgd evaluations within": ("digits_cnn", {}, "sgd:32", {"evaluate_every_epochs": 0.015}),  # 2 in some batches
+    "sgd two epochs": ("digits_mlp", {}, "sgd:32", {"samples": 1500}),  # of 1437: a batch of 29 at the end of the first
 }
 
 
@@ -42,13 +51,13 @@ def opened(tmp_path_factory: pytest.TempPathFactory):
     @lru_cache
     def simulated(case: str) -> replay.RunFiles:
         workload, hardware, method, extra = CASES[case]
-        training = {key: value for key, value in extra.items() if key != "backend"}
+        training = {key: value for key, value in extra.items() if key not in ("backend", "samples")}
         place = tmp_path_factory.mktemp("replay") / "run"
         pbsim.simulate(
             table("hwconfigs", "mesh", hardware),
             table("workloads", workload, {"training": training}),
             method,
-            samples=300,
+            samples=extra.get("samples", 300),
             backend=extra.get("backend", "numba"),
             settings={"precision": "float64"},
             out=place,
@@ -93,5 +102,11 @@ def test_a_run_by_the_workloads_own_epochs_records_its_length(tmp_path: Path) ->
 
 
 def test_the_replay_evaluates_within_the_run(opened) -> None:
-    """The case that is to show it has rows before the last."""
+    """The cases that are to show it have rows before the last; of batches, two behind the same update."""
     assert len(opened("evaluations within").tables["evaluations"]) > 1
+    assert opened("sgd evaluations within").tables["evaluations"]["cycle"].duplicated().any()
+
+
+def test_the_replay_sees_a_smaller_batch_at_the_end_of_an_epoch(opened) -> None:
+    lengths = np.bincount(opened("sgd two epochs").batch_of)
+    assert lengths.tolist() == [32] * 44 + [29, 32, 31]

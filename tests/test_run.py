@@ -474,6 +474,45 @@ def test_timing_alone_gives_the_same_cycles(case, timed):
         pd.testing.assert_frame_equal(timed.table(name), case.run.table(name))
 
 
+@pytest.mark.parametrize("hardware", ["mesh", "lockstep_ideal"])
+def test_timing_alone_gives_the_same_cycles_where_batches_drain(hardware):
+    # two epochs of 40 samples in batches of 16, 16 and 8
+    whole, timed = (simulate(hardware, SMALL, "sgd:16", epochs=2, timing_only=only) for only in (False, True))
+    changed = {"accuracy", "loss", "timing_only"}
+    for key in whole.summary.keys() - changed:
+        assert timed.summary[key] == whole.summary[key], key
+    for name in ("stages", "cores", "memory", "links", "events"):
+        pd.testing.assert_frame_equal(timed.table(name), whole.table(name))
+    pd.testing.assert_frame_equal(timed.metrics.drop(columns="loss"), whole.metrics.drop(columns="loss"))
+    updates = whole.events[(whole.events["op"] == "update") & (whole.events["stage"] == 2)].set_index("sample")
+    assert sorted(updates.index) == [0, 16, 32, 40, 56, 72]
+    metrics = whole.metrics.set_index("sample").sort_index()
+    expected = np.repeat(updates["end"].sort_index().to_numpy(), [16, 16, 8] * 2)
+    np.testing.assert_array_equal(metrics["update_cycle"], expected)
+
+
+def test_the_resolved_configuration_of_a_drained_run_runs_again_to_the_same_bytes():
+    first = simulate("mesh", SMALL, "sgd:16", samples=70)
+    config = first.config
+    again = simulate(config["hardware"], config["workload"], settings=config["run"])
+    assert again.summary["method"] == "sgd:16"
+    assert same_numbers(first, again)
+
+
+def test_an_evaluation_sees_the_update_of_the_due_samples_batch():
+    # batches end behind samples 15, 31 and 39: due behind 9, 19, 29 and 39, the weights are those of 15, 31, 31 and 39
+    often = SMALL | {"training": SMALL["training"] | {"evaluate_every_epochs": 0.25}}
+    run = simulate("mesh", often, "sgd:16", epochs=2)
+    found = run.evaluations.set_index("sample").sort_index()
+    ends = pivot(run.events, "update", "end").max(axis=1)
+    assert list(found.index) == list(range(9, 80, 10))
+    np.testing.assert_array_equal(found["cycle"][:4], ends[[0, 16, 16, 32]])
+    assert found.loc[19, "loss"] == found.loc[29, "loss"]
+    assert found["loss"].nunique() == 6
+    plain = simulate("mesh", SMALL, "sgd:16", epochs=2)
+    assert bytes_of(plain, "weights.safetensors") == bytes_of(run, "weights.safetensors")
+
+
 def test_timing_alone_writes_the_window_with_nan_for_the_loss(case, timed):
     metrics = timed.metrics.sort_values("sample")
     assert list(metrics["sample"]) == list(range(20))
@@ -897,7 +936,7 @@ def test_a_seed_that_torch_does_not_take_is_a_users_error():
     ],
     ids=["mlp", "cnn", "vgg11", "resnet20", "one stage"],
 )
-@pytest.mark.parametrize("method", ["pb+lwpv+sc"])
+@pytest.mark.parametrize("method", ["pb+lwpv+sc", "sgd:6"])
 def test_both_backends_compute_the_same_losses(workload, samples, stages, method):
     machine = read_source(Hardware, "mesh").document
     machine |= {"pipeline": {"credits": 3}, "core": machine["core"] | {"pes": 4}}  # so that updates are soon read

@@ -560,9 +560,15 @@ def test_the_ledger_reports_what_is_left_over():
 # --- the order of the numbers ---------------------------------------------------------------------
 
 
-def ordered(chunks: Sequence[Chunk], stages: int, rule: UpdateRule | None = None, nominal: bool = False) -> list[Order]:
+def ordered(
+    chunks: Sequence[Chunk],
+    stages: int,
+    rule: UpdateRule | None = None,
+    nominal: bool = False,
+    batches: Batches | None = None,
+) -> list[Order]:
     lr = LearningRate(RECIPE, 100, 100, 0.0, ConstantDecay(kind="constant"))
-    return list(orders(chunks, rule or UpdateRule(RECIPE), lr, Horizon(stages, nominal)))
+    return list(orders(chunks, rule or UpdateRule(RECIPE), lr, Horizon(stages, nominal), batches or Batches(100)))
 
 
 def operations(pieces: Sequence[Order]) -> list[tuple[int, int, int, int, int]]:
@@ -631,15 +637,17 @@ def test_coefficients_follow_the_measured_delay_or_the_nominal_one():
     np.testing.assert_allclose(nominal.coefficients.a[updates], [1.0, 1.0, 1.0])  # 2(S-1-s) = 0 for a single stage
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
-@given(cases(), st.integers(1, 200))
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(every=True, pipeline__memory="report"), st.integers(1, 200))
 def test_every_read_sees_exactly_as_many_updates_as_its_version(case, chunk_rows):
     _, stream = run_pipeline(case.machine, case.batches, chunk_rows)
     chunks = list(stream)
     rows = rows_of(Trace.concatenate(*(chunk.rows for chunk in chunks)))
     version = {(s, op, sample): v for _, _, s, op, sample, v, _ in rows}
     updates = [0] * case.machine.stages
-    operations_in_order = operations(ordered(chunks, case.machine.stages))
+    batches = case.batches
+    pieces = ordered(chunks, case.machine.stages, batches=batches)
+    operations_in_order = operations(pieces)
     for kind, stage, sample, _, delay in operations_in_order:
         if kind == UPDATE:
             updates[stage] += 1
@@ -650,7 +658,16 @@ def test_every_read_sees_exactly_as_many_updates_as_its_version(case, chunk_rows
             else:  # stashed weights are of the version that the forward read
                 assert version[stage, BX, sample] == version[stage, F, sample]
         if kind != BACKWARD:
-            assert delay == version[stage, U, sample] - 1 - version[stage, F, sample]
-    assert len(operations_in_order) == 3 * case.machine.stages * case.samples
+            named = batches.first(batches.index(sample))
+            assert delay == version[stage, U, named] - 1 - version[stage, F, sample]
+            assert delay == 0 or not batches.drained
+    assert len(operations_in_order) == case.machine.stages * (2 * case.samples + batches.count)
+    for batch in range(batches.count):
+        members = range(batches.first(batch), batches.end(batch))
+        weights = [
+            piece.weight[(piece.kind == BACKWARD) & (piece.stage == 0) & np.isin(piece.sample, members)]
+            for piece in pieces
+        ]
+        np.testing.assert_array_equal(np.concatenate(weights), 1 / len(members))
     cycles = [cycle for *_, cycle, _ in operations_in_order]
     assert cycles == sorted(cycles)

@@ -224,12 +224,16 @@ def _backward(op, stage, sample, n, layout, arena, weights, gradients, labels, t
 
 @njit(cache=True, error_model="numpy")
 def _run(
-    kind, stage, sample, velocity_prediction, difference_prediction, a, b, lr, momentum,
+    kind, stage, sample, velocity_prediction, difference_prediction, a, b, lr, weight, momentum,
     inputs, first_input, labels, targets, first_label,
     operators, stage_operators, stage_weights, zeroed, scratch_zeroed, n, layout, arena,
-    weights, velocity, previous, gradients, predicted, decay, stash_weights, scratch, temporary, columns, losses,
+    weights, velocity, previous, gradients, mean, predicted, decay, stash_weights, scratch, temporary, columns, losses,
 ):  # fmt: skip
-    """Run operations in order; `losses` receives, per operation, the loss of forwards that end in it."""
+    """Run operations in order; `losses` receives, per operation, the loss of forwards that end in it.
+
+    Updates apply `gradients`, what the last backward has left; or, unless it is empty, `mean`, to which each backward
+    adds its gradient times its weight, and which every update leaves at zero.
+    """
     for i in range(len(kind)):
         s, sample_i = stage[i], sample[i]
         w0, w1 = stage_weights[s], stage_weights[s + 1]
@@ -263,12 +267,18 @@ def _run(
                     operators[row], s, sample_i, n, layout, arena, source, gradients[w0:w1],
                     labels[label : label + 1], targets[label : label + 1], scratch, temporary, columns,
                 )  # fmt: skip
+            if len(mean):
+                for p in range(w0, w1):
+                    mean[p] += weight[i] * np.float64(gradients[p])
         elif w1 > w0:
+            gradient = mean if len(mean) else gradients
             momentum_update(
-                weights[w0:w1], velocity[w0:w1], gradients[w0:w1],
+                weights[w0:w1], velocity[w0:w1], gradient[w0:w1],
                 previous[w0:w1] if len(previous) else previous, decay[w0:w1] if len(decay) else decay,
                 momentum, lr[i], a[i], b[i],
             )  # fmt: skip
+            if len(mean):
+                mean[w0:w1] = 0.0
 
 
 @njit(cache=True, error_model="numpy")
@@ -285,16 +295,16 @@ def _evaluate(n, inputs, labels, targets, operators, stage_operators, stage_weig
 
 
 @njit(cache=True)
-def _spans(kind, stage, sample, updated, spans):
-    """Per stage, the most samples in flight; `updated` counts its updates so far. False if one is out of order."""
+def _spans(kind, stage, sample, left, spans):
+    """Per stage, the most frames in use; `left` counts its backwards so far. False if one is out of order."""
     for i in range(len(kind)):
         s = stage[i]
         if kind[i] == FORWARD:
-            spans[s] = max(spans[s], sample[i] - updated[s] + 1)
-        elif kind[i] == UPDATE:
-            if sample[i] != updated[s]:
+            spans[s] = max(spans[s], sample[i] - left[s] + 1)
+        elif kind[i] == BACKWARD:
+            if sample[i] != left[s]:
                 return False
-            updated[s] += 1
+            left[s] += 1
     return True
 
 
@@ -305,7 +315,7 @@ class NumbaBackend:
     ----------
     network : what is trained.
     parameters : initial values by torch name.
-    rule : gives momentum, and whether weights are stashed or the previous ones kept.
+    rule : gives momentum, whether weights are stashed or the previous ones kept, and whether updates are of batches.
     decay : weight decay per parameter by torch name.
     precision : `float32` or `float64`.
     """
@@ -326,6 +336,7 @@ class NumbaBackend:
         self.weights = np.zeros(size, self.dtype)
         self.velocity = np.zeros(size, self.dtype)
         self.gradients = np.zeros(size, self.dtype)
+        self.mean = np.zeros(size if rule.recipe.batch > 1 else 0, self.dtype)
         self.predicted = np.zeros(size, self.dtype)
         self.decay = np.zeros(size if any(decay.values()) else 0, np.float64)
         for name, (start, shape) in self.program.slices.items():
@@ -334,7 +345,7 @@ class NumbaBackend:
             if len(self.decay):
                 self.decay[span] = decay[name]
         self.previous = self.weights.copy() if rule.keeps_previous else np.zeros(0, self.dtype)
-        self.updated = np.zeros(self.stages, np.int64)
+        self.left = np.zeros(self.stages, np.int64)
         self.started = np.zeros(self.stages, np.int64)
         self.layout = self._layout(np.ones(self.stages, np.int64), 1, stash=rule.stash_weights)
         self.arena = np.zeros(_size(self.layout), self.dtype)
@@ -358,12 +369,12 @@ class NumbaBackend:
             _run(
                 order.kind, order.stage, order.sample,
                 coefficients.velocity_prediction, coefficients.difference_prediction, coefficients.a,
-                coefficients.b, order.lr, self.rule.recipe.momentum,
+                coefficients.b, order.lr, order.weight, self.rule.recipe.momentum,
                 np.ascontiguousarray(inputs.reshape(len(inputs), program.input_size), self.dtype), first_input,
                 labels, targets, first_label,
                 program.operators, program.stage_operators, program.stage_weights, program.zeroed,
                 program.scratch_zeroed, 1, self.layout, self.arena,
-                self.weights, self.velocity, self.previous, self.gradients, self.predicted, self.decay,
+                self.weights, self.velocity, self.previous, self.gradients, self.mean, self.predicted, self.decay,
                 self.rule.stash_weights, self.scratch, self.temporary, self.columns, losses,
             )  # fmt: skip
         return losses
@@ -404,17 +415,20 @@ class NumbaBackend:
         return layout
 
     def _make_room(self, order: Order) -> None:
-        """Give every stage as many frames as samples are in flight at once, moving those that are."""
-        updated, spans = self.updated.copy(), np.zeros(self.stages, np.int64)
-        if not _spans(order.kind, order.stage, order.sample, self.updated, spans):
-            raise RuntimeError("a stage updates its samples out of order")
+        """Give every stage as many frames as samples are there at once, moving those that are.
+
+        A sample needs its frame from its forward to its backward, its update does not.
+        """
+        left, spans = self.left.copy(), np.zeros(self.stages, np.int64)
+        if not _spans(order.kind, order.stage, order.sample, self.left, spans):
+            raise RuntimeError("a stage runs the backwards of its samples out of order")
         if (spans > self.layout[:, CAPACITY]).any():
             old, arena = self.layout, self.arena
             capacity = np.where(spans > old[:, CAPACITY], np.maximum(spans, 2 * old[:, CAPACITY]), old[:, CAPACITY])
             self.layout = self._layout(capacity, 1, stash=self.rule.stash_weights)
             self.arena = np.zeros(_size(self.layout), self.dtype)
             for stage, stride in enumerate(old[:, STRIDE]):
-                for sample in range(updated[stage], self.started[stage]):
+                for sample in range(left[stage], self.started[stage]):
                     source, target = _frame(old, stage, sample), _frame(self.layout, stage, sample)
                     self.arena[target : target + stride] = arena[source : source + stride]
         forward = order.kind == FORWARD

@@ -3,7 +3,7 @@
 *Weights* of all stages lie in one flat array, a stage's parameters side by side, and velocity, gradients and
 predicted weights in arrays of the same layout.
 
-A *frame* holds what one sample has at one stage, from the stage's forward to its update: the values that its
+A *frame* holds what one sample has at one stage, from its forward to its backward: the values that the stage's
 operators make (stage 0 also has the model's input), what operators save for their backward, and the gradients of
 values that other stages read. A stage keeps frames for the samples in flight, in a ring. A later stage reads its
 inputs right from the frame of the stage that made them, and adds its input gradients there: that frame outlives both,

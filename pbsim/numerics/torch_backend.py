@@ -81,7 +81,7 @@ class TorchBackend:
                     weights = self._forward_weights(stage, order, i)
                     losses[i] = self._forward(stage, sample, weights, samples)
                 elif order.kind[i] == BACKWARD:
-                    self._backward(stage, sample)
+                    self._backward(stage, sample, float(order.weight[i]))
                 else:
                     self._update(stage, order, i)
         return losses
@@ -180,8 +180,8 @@ class TorchBackend:
 
         return pack, unpack
 
-    def _backward(self, stage: Stage, sample: int) -> None:
-        """Both gradients of one sample at a stage: to the stages before, and for its own update."""
+    def _backward(self, stage: Stage, sample: int, weight: float) -> None:
+        """Both gradients of one sample at a stage: to the stages before, and into the mean of its batch's update."""
         kept = self.passes.pop((stage.index, sample))
         results = [value for value, result in kept.results.items() if result.requires_grad]
         wanted = [tensor for tensor in (*kept.inputs.values(), *kept.parameters.values()) if tensor.requires_grad]
@@ -195,7 +195,9 @@ class TorchBackend:
                 before = self.passes[self._maker(value), sample].gradients
                 gradient = next(gradients)
                 before[value] = before[value] + gradient if value in before else gradient
-        self.gradients.update(zip(kept.parameters, gradients, strict=True))
+        for name, gradient in zip(kept.parameters, gradients, strict=True):
+            part = gradient if weight == 1 else weight * gradient
+            self.gradients[name] = self.gradients[name] + part if name in self.gradients else part
 
     def _update(self, stage: Stage, order: Order, i: int) -> None:
         """v <- m v + g; w <- w - lr (a v + b g), with g including weight decay (DESIGN.md 5.4)."""
@@ -203,7 +205,7 @@ class TorchBackend:
         a, b = float(order.coefficients.a[i]), float(order.coefficients.b[i])
         for name in stage.parameters:
             weight = self.weights[name]
-            gradient = self.gradients[name] + self.decay[name] * weight
+            gradient = self.gradients.pop(name) + self.decay[name] * weight
             self.velocity[name] = m * self.velocity[name] + gradient
             if self.rule.keeps_previous:
                 self.previous[name] = weight

@@ -1,7 +1,7 @@
 """Runs an order on a backend, and stops where an evaluation is due.
 
 An evaluation within the run takes each stage's weights as they stand when the due sample's last update ends (DESIGN.md
-5.8): the order is cut behind the updates of that cycle, and goes on as if nothing had been.
+5.8), which is that of its batch: the order is cut behind the updates of that cycle, and goes on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pbsim.numerics.backend import Backend, SampleSource
 from pbsim.numerics.order import FORWARD, UPDATE, Order
+from pbsim.schedule.batches import Batches
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,18 @@ def due_samples(every_epochs: float, epoch_samples: int, total: int) -> Iterator
 
 
 def train(
-    orders: Iterable[Order], backend: Backend, samples: SampleSource, stages: int, due: Iterator[int]
+    orders: Iterable[Order],
+    backend: Backend,
+    samples: SampleSource,
+    stages: int,
+    batches: Batches,
+    due: Iterator[int],
 ) -> Iterator[Progress]:
     """Run everything in order; yields between evaluations, and at least once per piece of the order."""
     waiting: list[_Due] = []
     for order in orders:
         start = 0
-        for evaluation in _complete(order, stages, waiting, due):
+        for evaluation in _complete(order, stages, batches, waiting, due):
             end = behind_updates(order, evaluation.cycle)
             yield Progress(_losses(backend, order[start:end], samples, stages), evaluation)
             start = end
@@ -65,7 +71,9 @@ class _Due:
     updates: int = 0
 
 
-def _complete(order: Order, stages: int, waiting: list[_Due], due: Iterator[int]) -> Iterator[Evaluation]:
+def _complete(
+    order: Order, stages: int, batches: Batches, waiting: list[_Due], due: Iterator[int]
+) -> Iterator[Evaluation]:
     """The evaluations that become due within a piece of the order; `waiting` goes from piece to piece."""
     updates = order.kind == UPDATE
     newest = int(order.sample.max(initial=-1))
@@ -75,7 +83,7 @@ def _complete(order: Order, stages: int, waiting: list[_Due], due: Iterator[int]
             break
         waiting.append(_Due(sample))
     for item in list(waiting):
-        rows = np.flatnonzero(updates & (order.sample == item.sample))
+        rows = np.flatnonzero(updates & (order.sample == batches.first(batches.index(item.sample))))
         item.updates += len(rows)
         if item.updates == stages:
             waiting.remove(item)

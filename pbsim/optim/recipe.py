@@ -62,11 +62,14 @@ def scale_recipe(training: Training, batch: int) -> Recipe:
 class LearningRate:
     """The learning rate of each sample (DESIGN.md 5.6): peak times warm-up times decay.
 
+    Decay goes by samples, warm-up by the updates that samples belong to. The update of a batch has the learning rate of
+    the batch's first sample, by which a trace names it.
+
     Attributes
     ----------
     recipe : gives the peak and the batch size N.
     total : samples of the whole run.
-    epoch_samples : samples of one epoch.
+    epoch_samples : samples of one epoch; its last batch may be smaller than N.
     warmup_epochs : warm-up over n = warmup_epochs * epoch_samples / N updates; update i has min(1, (i+1)/n).
     decay : the base recipe's decay.
     """
@@ -82,8 +85,14 @@ class LearningRate:
         factor = decay_factor(self.decay, self.total, self.epoch_samples)(samples)
         warmup_updates = self.warmup_epochs * self.epoch_samples / self.recipe.batch
         if warmup_updates > 0:
-            factor = factor * np.minimum(1.0, (samples // self.recipe.batch + 1) / warmup_updates)
+            factor = factor * np.minimum(1.0, (self._update(samples) + 1) / warmup_updates)
         return self.recipe.lr * factor
+
+    def _update(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which update (from 0) a sample belongs to: batches do not reach over the end of an epoch."""
+        per_epoch = -(-self.epoch_samples // self.recipe.batch)
+        epoch, within = np.divmod(samples, self.epoch_samples)
+        return np.asarray(epoch * per_epoch + within // self.recipe.batch)
 
 
 def decay_factor(decay: Decay, total: int, epoch_samples: int) -> Factor:

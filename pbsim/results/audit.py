@@ -73,7 +73,8 @@ class Audit:
     def __init__(self, machine: Machine, network: Network, timing: Timing) -> None:
         self.machine, self.network, self.timing = machine, network, timing
         self.delays = DelayStatistics(machine.stages)
-        self._recorder = Recorder(machine)
+        self._recorder = Recorder(machine, timing.batches)
+        self._held = np.zeros(machine.stages, np.int64)
         self._counts = np.zeros((machine.stages, 4), np.int64)
         self._busy_until = np.full((machine.stages, 2), -1)
         self._update_ends: list[IntArray] = [np.empty(0, np.int64) for _ in machine.cores]
@@ -102,7 +103,10 @@ class Audit:
             self._check_durations(records)
             self._check_causality(records)
             self._check_versions(records)
+            self._check_delays(records)
             self.delays.feed(records)
+            if self.timing.batches.drained:
+                self._count_in_flight(records)
         return records
 
     def finish(self) -> Bounds:
@@ -112,7 +116,8 @@ class Audit:
             self._recorder.finish()
         except MalformedTraceError as error:
             raise AuditError(str(error)) from error
-        self._require((self._counts == timing.samples).all(), "a stage has not run every sample exactly once")
+        due_counts = [timing.samples, timing.samples, timing.samples, timing.batches.count]
+        self._require((self._counts == due_counts).all(), "a stage has not run every sample exactly once")
         self._require(timing.cycles >= self._last_end, "an operation ends after the run")
         self._check_units()
         self._check_macs()
@@ -184,8 +189,10 @@ class Audit:
 
     def _check_versions(self, records: Records) -> None:
         """Versions equal the number of updates that ended by then, recounted from the updates' ends."""
+        batches = self.timing.batches
+        one_per_batch = records.sample == batches.firsts(batches.indices(records.sample))
         for stage in range(self.machine.stages):
-            ends = np.sort(np.concatenate([self._update_ends[stage], records.end[:, stage, U]]))
+            ends = np.sort(np.concatenate([self._update_ends[stage], records.end[one_per_batch, stage, U]]))
             starts, versions = records.start[:, stage], records.version[:, stage]
             for op in (F, BX):
                 counted = self._forgotten[stage] + np.searchsorted(ends, starts[:, op], side="right")
@@ -197,10 +204,33 @@ class Audit:
             known = int(np.searchsorted(ends, starts[-1, F], side="right"))
             self._forgotten[stage] += known
             self._update_ends[stage] = ends[known:]
-        if self.timing.step_cycles is not None:
+
+    def _check_delays(self, records: Records) -> None:
+        """What the schedule promises: no delays where it drains, in lockstep those of the papers."""
+        if self.timing.batches.drained:
+            due = self.timing.batches.indices(records.sample)[:, None]
+            self._require(
+                (records.version[:, :, F] == due).all(),
+                "a forward does not read what the update of the batch before has left",
+            )
+        elif self.timing.step_cycles is not None:
             nominal = 2 * (self.machine.stages - 1 - np.arange(self.machine.stages))
             due = np.minimum(records.sample[:, None], nominal)
             self._require((records.delay == due).all(), "a lockstep delay is not min(sample, 2(S-1-s))")
+
+    def _count_in_flight(self, records: Records) -> None:
+        """Recount the most samples in flight where batches are drained, so that none begins while another is there.
+
+        A sample is in flight from the start of F to the end of its backward: of Bw, or of U behind the last of a batch.
+        """
+        batches = self.timing.batches
+        batch = batches.indices(records.sample)
+        last = records.sample == batches.firsts(batch) + batches.lengths(batch) - 1
+        ends = np.where(last[:, None], records.end[:, :, U], records.end[:, :, BW])
+        for stage in range(self.machine.stages):
+            begun = np.sort(records.start[:, stage, F])
+            left = np.searchsorted(np.sort(ends[:, stage]), begun, side="right")
+            self._held[stage] = max(self._held[stage], int((np.arange(1, len(begun) + 1) - left).max()))
 
     def _check_units(self) -> None:
         """Each unit's cycles sum to the run's, and its busy cycles are those of the operations seen."""
@@ -235,8 +265,11 @@ class Audit:
             self._require(seen == expected, f"{name}: {seen} simulated, {expected} by the model's shapes")
 
     def _check_in_flight(self) -> None:
-        """Samples in flight, recounted as delays + 1 (samples stay in order), equal the books and keep to credits."""
-        held = self.delays.most[1] + 1
+        """Samples in flight, recounted, equal the books and keep to credits.
+
+        Where every sample is followed by its update they are delays + 1 (samples stay in order).
+        """
+        held = self._held if self.timing.batches.drained else self.delays.most[1] + 1
         booked = self.timing.peak_in_flight
         self._require((held == booked).all(), f"samples in flight peaked at {held}, booked {booked}")
         for core in self.machine.cores:
@@ -244,9 +277,11 @@ class Audit:
             self._require(within, f"core {core.stage} held {held[core.stage]} samples with {core.credits} credits")
 
     def _check_lockstep_stash(self) -> None:
-        """In lockstep, stage s holds the stashes of 2(S-1-s) + 1 samples at most."""
+        """In lockstep, stage s holds the stashes of 2(S-1-s) + 1 samples at most, where drained of one batch."""
+        batches = self.timing.batches
+        together = batches.end(0) if batches.drained else batches.samples  # no batch is longer than the first
         for core in self.machine.cores:
-            due = min(self.timing.samples, 2 * (self.machine.stages - 1 - core.stage) + 1)
+            due = min(together, 2 * (self.machine.stages - 1 - core.stage) + 1)
             peak = self.timing.ledger.peak[core.stage][Category.STASH]
             self._require(peak == due * core.memory.stash, f"the stash of core {core.stage} peaked at {peak} bytes")
 
@@ -305,8 +340,15 @@ class _LinkAudit:
 
 def bounds_of(machine: Machine, timing: Timing) -> Bounds:
     """Lower bounds of a run: the busiest unit's work, the busiest link's, and the host's."""
+    samples, updates = timing.samples, timing.batches.count
+    busiest = 0
+    for core in machine.cores:
+        forwards = samples * core.cycles.forward.total
+        backwards = samples * (core.cycles.input_gradient.total + core.cycles.weight_gradient.total)
+        backwards += updates * core.cycles.update.total
+        busiest = max(busiest, max(forwards, backwards) if machine.split else forwards + backwards)
     return Bounds(
-        compute=timing.samples * max(core.cycles.interval(machine.split) for core in machine.cores),
+        compute=busiest,
         link=max(timing.links.busy_cycles, default=0),
         host=(timing.samples - 1) * machine.host_cycles,
     )

@@ -1,16 +1,18 @@
 """Rows of a trace gathered into one record per sample, as soon as a sample is done everywhere.
 
 The timing plane hands out rows as they happen; checks and statistics want all that happened to one sample. Records
-come in dense batches, so that both work on whole arrays and keep only the samples still in flight.
+come in dense batches, so that both work on whole arrays and keep only the samples still in flight. The update of a
+batch counts as the update of each of its samples, which are therefore complete together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pbsim.hardware import Machine
+from pbsim.schedule import Batches
 from pbsim.schedule.trace import EMPTY, IntArray, Op, Trace
 
 F, BX, BW, U = (int(op) for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE))
@@ -46,14 +48,14 @@ class Records:
 
 
 class MalformedTraceError(RuntimeError):
-    """A sample does not have exactly the rows it should have."""
+    """A sample does not have exactly the rows it should have, or an update is none of a batch."""
 
 
 class Recorder:
     """Gathers rows until samples are complete."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.stages, self.channels = machine.stages, machine.channels
+    def __init__(self, machine: Machine, batches: Batches) -> None:
+        self.stages, self.channels, self.batches = machine.stages, machine.channels, batches
         compute = [(s, op, -1) for s in range(self.stages) for op in (F, BX, BW, U)]
         sends = [(c.source, int(Op.SEND), c.target) for c in machine.channels]
         gradients = [(c.target, int(Op.SEND), c.source) for c in machine.channels]
@@ -68,9 +70,10 @@ class Recorder:
 
         Raises
         ------
-        MalformedTraceError : a sample has a row twice, or one that no sample should have.
+        MalformedTraceError : a sample has a row twice, or one that no sample should have, or an update stands under
+            another sample than the first of its batch.
         """
-        pending = Trace.concatenate(self._pending, rows)
+        pending = Trace.concatenate(self._pending, rows if self.batches.size == 1 else self._shared(rows))
         samples, inverse, counts = np.unique(pending.sample, return_inverse=True, return_counts=True)
         complete = counts >= len(self._pattern)
         done = complete[inverse]
@@ -90,6 +93,18 @@ class Recorder:
         """The trace has ended; raises `MalformedTraceError` if a sample is incomplete."""
         if len(self._pending):
             raise MalformedTraceError(f"samples {np.unique(self._pending.sample)} are incomplete")
+
+    def _shared(self, rows: Trace) -> Trace:
+        """The rows, with an update for every sample that shares it."""
+        updates, others = rows[rows.op == U], rows[rows.op != U]
+        batch = self.batches.indices(updates.sample)
+        first, length = self.batches.firsts(batch), self.batches.lengths(batch)
+        wrong = (updates.sample != first) | (length < 1)
+        if wrong.any():
+            raise MalformedTraceError(f"updates of samples {updates.sample[wrong]}, which are not the first of a batch")
+        copies = updates[np.repeat(np.arange(len(updates)), length)]
+        within = np.arange(len(copies)) - np.repeat(np.cumsum(length) - length, length)
+        return Trace.concatenate(others, replace(copies, sample=copies.sample + within))
 
     def _dense(self, samples: IntArray, rows: Trace, shape: tuple[int, int]) -> Records:
         start, end, version = (

@@ -40,8 +40,8 @@ STAGES = _schema(
     Column("cycles_forward", I64, "cycles per sample", "length of F"),
     Column("cycles_input_gradient", I64, "cycles per sample", "length of Bx"),
     Column("cycles_weight_gradient", I64, "cycles per sample", "length of Bw"),
-    Column("cycles_update", I64, "cycles per sample", "length of U"),
-    Column("delay_nominal", I64, "updates", "2(S-1-s)"),
+    Column("cycles_update", I64, "cycles per update", "length of U"),
+    Column("delay_nominal", I64, "updates", "2(S-1-s); 0 where the schedule drains the pipeline"),
     Column("delay_mean", F64, "updates", "measured, over samples whose forward read version >= 1 (all, if none)"),
     Column("delay_min", I64, "updates", "measured, likewise"),
     Column("delay_max", I64, "updates", "measured, likewise"),
@@ -59,7 +59,7 @@ CORES = _schema(
         "stall_input",
         I64,
         "cycles",
-        "waiting for an activation or a gradient (lockstep: for the step to end)",
+        "waiting for an activation, a gradient or a batch's update (lockstep: for the step to end)",
     ),
     Column("stall_output", I64, "cycles", "waiting for a slot of the output buffer"),
     Column("stall_memory", I64, "cycles", "waiting for a credit"),
@@ -90,9 +90,9 @@ METRICS = _schema(
     Column("epoch", I64, "index", "epoch it belongs to"),
     Column("dataset_index", I64, "index", "which training sample of the data set it is"),
     Column("loss", F64, "", "of its own training forward; NaN with timing alone"),
-    Column("lr", F64, "", "learning rate at this sample"),
+    Column("lr", F64, "", "learning rate at this sample; a batch's update has that of its first"),
     Column("forward_cycle", I64, "cycle", "end of the last stage's F"),
-    Column("update_cycle", I64, "cycle", "end of the last stage's U"),
+    Column("update_cycle", I64, "cycle", "end of the last stage's U of this sample or its batch"),
 )
 
 EVALUATIONS = _schema(
@@ -117,7 +117,7 @@ EVENTS = _schema(
         "",
         "forward, input_gradient, weight_gradient, update, send, load",
     ),
-    Column("sample", I64, "index", "global index"),
+    Column("sample", I64, "index", "global index; of the update of a batch: that of its first sample"),
     Column("version", I64, "updates", "F: updates before it; Bx, Bw: version read; U: updates after it; else -1"),
     Column("target", I64, "index", "of a message: the stage it goes to; else -1"),
 )

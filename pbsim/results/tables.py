@@ -33,7 +33,7 @@ def stage_rows(network: Network, timing: Timing, delays: DelayStatistics) -> Row
                 "cycles_input_gradient": core.cycles.input_gradient.total,
                 "cycles_weight_gradient": core.cycles.weight_gradient.total,
                 "cycles_update": core.cycles.update.total,
-                "delay_nominal": 2 * (len(network.stages) - 1 - stage.index),
+                "delay_nominal": 0 if timing.batches.drained else 2 * (len(network.stages) - 1 - stage.index),
                 "delay_mean": mean,
                 "delay_min": least,
                 "delay_max": most,

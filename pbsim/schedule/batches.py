@@ -74,8 +74,12 @@ class Batches:
         epoch, within = np.divmod(samples, self.epoch)
         return np.asarray(epoch * self.per_epoch + within // self.size)
 
+    def firsts(self, batches: IntArray) -> IntArray:
+        """`first` of an array of batches."""
+        epoch, within = np.divmod(batches, self.per_epoch)
+        return np.asarray(epoch * self.epoch + within * self.size)
+
     def lengths(self, batches: IntArray) -> IntArray:
         """Samples of each batch."""
-        epoch, within = np.divmod(batches, self.per_epoch)
-        first = epoch * self.epoch + within * self.size
-        return np.asarray(np.minimum(np.minimum(first + self.size, (epoch + 1) * self.epoch), self.samples) - first)
+        first, epoch_end = self.firsts(batches), (batches // self.per_epoch + 1) * self.epoch
+        return np.asarray(np.minimum(np.minimum(first + self.size, epoch_end), self.samples) - first)

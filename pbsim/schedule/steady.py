@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -230,7 +231,7 @@ class CompiledRun:
         times = (self.batches.samples - last[0] - period - TAIL) // period
         if times <= 0:
             return
-        rates = [(b[1].cycle - a[1].cycle) / (b[0] - a[0]) for a, b in zip(checkpoints, checkpoints[1:], strict=False)]
+        rates = [(b[1].cycle - a[1].cycle) / (b[0] - a[0]) for a, b in pairwise(checkpoints)]
         self.added.append((amount, times))
         self.engine.shorten(times * period)
         self.timing.estimate = Estimate(self.batches.samples - times * period, len(rates), min(rates), max(rates))
@@ -377,7 +378,7 @@ EPOCHS_KEPT = 3
 
 
 def shortened(batches: Batches, kept: int) -> Shortened | None:
-    """Leave full batches out of every epoch, and whole epochs, of a drained schedule; None where it is short already."""
+    """Leave full batches out of every epoch, and whole epochs, of a drained schedule; None where it is short."""
     if not batches.drained:
         return None
     full, rest = divmod(batches.epoch, batches.size)
