@@ -26,13 +26,34 @@ class Mesh(Table):
 
 
 class VectorDatapath(Table):
-    """A PE that issues vector multiply-accumulates: `ceil(MACs / (PEs * macs_per_cycle))` cycles per operator."""
+    """PEs that issue vector multiply-accumulates: `ceil(MACs / (PEs * macs_per_cycle))` cycles and the overhead."""
 
     kind: Literal["vector"]
     macs_per_cycle: Count
     """MACs per cycle and PE."""
     overhead_cycles: Annotated[int, Field(ge=0)] = 0
-    """Cycles to start one operator on a core."""
+    """Cycles to start one vector instruction."""
+    vector_length: Count | None = None
+    """MACs or elementwise operations that one instruction covers per PE; absent: one instruction per matrix product
+    or elementwise pass, however long."""
+    sram_elements_per_mac: Positive | None = None
+    """Elements read and written per MAC (3: two operands and a result, streamed); never fewer than every operand and
+    result once, which is what an absent key means: perfect reuse."""
+
+
+class SystolicDatapath(Table):
+    """PEs that are systolic arrays: `ceil(folds / PEs)` times the cycles of a fold."""
+
+    kind: Literal["systolic"]
+    rows: Count
+    """Rows of one array."""
+    cols: Count
+    """Columns of one array."""
+    dataflow: Literal["os", "ws", "is"]
+    """What holds still in the cells: outputs, weights (the K x N operand) or inputs (the M x K operand)."""
+    weights: Literal["resident", "reload"] = "reload"
+    """`reload`: a fold loads what holds still, in `rows` cycles; `resident`: the layer's weights are there already
+    (F and Bx of `ws`; it changes nothing elsewhere)."""
 
 
 class UnitDatapath(Table):
@@ -50,7 +71,7 @@ class Core(Table):
 
     pes: Count = 1
     """PEs per core under `uniform` allocation; `balanced` shares out the mesh and does not read it."""
-    datapath: Annotated[VectorDatapath | UnitDatapath, Field(discriminator="kind")]
+    datapath: Annotated[VectorDatapath | SystolicDatapath | UnitDatapath, Field(discriminator="kind")]
     vector_lanes: Count = 1
     """Elementwise operations per cycle and PE."""
     sram_kib: Positive
