@@ -125,14 +125,33 @@ class EnergyEntry(Table):
     """Energy of one action, with where the figure comes from."""
 
     pj: NonNegative
+    """Picojoules each time."""
     source: Name
+    confidence: Literal["src", "run", "page", "derived", "recalled", "assumed"] | None = None
+    """How the figure is known: read in a project's own file, measured, read in a page, arithmetic on such figures, from
+    memory, or set without a source."""
 
 
-class Energy(Table, extra="allow"):
-    """Energy per action: a named table, or inline entries `action = { pj = ..., source = "..." }`."""
+class Energy(Table):
+    """Energy per action: a named table, whose entries inline ones `action = { pj = ..., source = "..." }` replace.
 
-    __pydantic_extra__: dict[str, EnergyEntry]
-    table: Name | None = None
+    An action without an entry costs nothing, and the run lists it by name.
+    """
+
+    table: Literal["horowitz_45nm", "7nm"] | None = None
+    """A table that comes with pbsim (`pbsim/hardware/energy_tables.toml`)."""
+    mac: EnergyEntry | None = None
+    """One multiply-accumulate in the hardware's datatype."""
+    vector_op: EnergyEntry | None = None
+    """One elementwise step of a vector lane in the hardware's datatype."""
+    sram_byte: EnergyEntry | None = None
+    """One byte read from or written to a PE's SRAM."""
+    link_byte_hop: EnergyEntry | None = None
+    """One byte over one link of the fabric, its router included."""
+    host_byte: EnergyEntry | None = None
+    """One byte from the host, off chip."""
+    leakage: EnergyEntry | None = None
+    """One PE for one cycle, whether it works or not."""
 
 
 class Hardware(Table):
