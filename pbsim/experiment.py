@@ -305,7 +305,7 @@ def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str
 def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> None:
     """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave."""
     from pbsim.datasets import TrainingData
-    from pbsim.hardware.energy import energy_account, every_sample_once
+    from pbsim.hardware.energy import energy_account, pipelined
     from pbsim.numerics.order import Horizon, orders
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
@@ -363,7 +363,9 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         writer.weights("initial.safetensors", before)
         writer.weights("weights.safetensors", _state(setup.module))
     bounds = audit.finish()
-    energy = energy_account(setup.machine, every_sample_once(setup.machine, timing.samples, timing.cycles))
+    energy = energy_account(
+        setup.machine, pipelined(setup.machine, timing.samples, updates=timing.samples, cycles=timing.cycles)
+    )
     if energy is not None:
         audit.check_energy(energy)
     last = evaluations[-1] if evaluations else {}

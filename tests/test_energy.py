@@ -21,7 +21,7 @@ from pbsim.hardware.energy import (
     count_actions,
     energy_account,
     energy_table,
-    every_sample_once,
+    pipelined,
     shipped_tables,
 )
 from pbsim.results.audit import Audit, AuditError
@@ -131,7 +131,7 @@ def test_inline_entries_replace_and_complete_a_table():
 def test_without_a_table_there_is_no_energy():
     made = machine(chain(2))
     assert made.hardware.energy is None
-    assert energy_account(made, every_sample_once(made, SAMPLES, 100)) is None
+    assert energy_account(made, pipelined(made, SAMPLES, SAMPLES, 100)) is None
 
 
 # --- counts --------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_without_a_table_there_is_no_energy():
 
 def test_actions_of_two_cores_by_hand():
     made = machine(chain(2), "mesh", core__pes=3, pipeline__allocation="uniform")
-    first, second = count_actions(made, every_sample_once(made, SAMPLES, 1000))
+    first, second = count_actions(made, pipelined(made, SAMPLES, SAMPLES, 1000))
     hops = [len(route.links) for route in (made.channels[0].forward, made.channels[0].gradient)]
     # Per sample, values of 10 elements, 8 weights, 2 bytes each. Stage 0 has no Bx.
     assert first == CoreActions(
@@ -167,10 +167,19 @@ def test_actions_of_two_cores_by_hand():
     assert tuple(first.counts) == ACTIONS
 
 
+def test_updates_may_be_fewer_than_samples():
+    made = machine(chain(2), "mesh", core__pes=3, pipeline__allocation="uniform")
+    often, once = (count_actions(made, pipelined(made, SAMPLES, updates, 1000))[0] for updates in (SAMPLES, 1))
+    # four updates less: 2 multiply-adds and 5 elements of 2 bytes for each of 8 weights
+    assert often.vector_ops - once.vector_ops == 4 * 16
+    assert often.operation_bytes - once.operation_bytes == 4 * 2 * 40
+    assert often.macs == once.macs
+
+
 def test_energy_is_the_sum_of_counts_times_entries():
     inline = {action: {"pj": float(10**k), "source": "a test"} for k, action in enumerate(ACTIONS)}
     made = machine(chain(2), "mesh", core__pes=3, pipeline__allocation="uniform", energy=inline)
-    account = energy_account(made, every_sample_once(made, SAMPLES, 1000))
+    account = energy_account(made, pipelined(made, SAMPLES, SAMPLES, 1000))
     expected = sum(10**k * core.counts[action] for core in account.cores for k, action in enumerate(ACTIONS))
     assert account.joules == pytest.approx(expected * 1e-12, rel=1e-12)
     assert account.zero_actions == []
@@ -187,7 +196,7 @@ def audited_run() -> tuple[Audit, EnergyAccount]:
     for chunk in chunks:
         audit.watch(chunk)
     audit.finish()
-    account = energy_account(made, every_sample_once(made, timing.samples, timing.cycles))
+    account = energy_account(made, pipelined(made, timing.samples, timing.samples, timing.cycles))
     assert account is not None
     return audit, account
 

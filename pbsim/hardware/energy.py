@@ -116,9 +116,9 @@ class Executed:
     cycles: int
 
 
-def every_sample_once(machine: Machine, samples: int, cycles: int) -> Executed:
-    """What a pipeline does that updates after every sample."""
-    operations = ((samples, samples, samples, samples),) * machine.stages
+def pipelined(machine: Machine, samples: int, updates: int, cycles: int) -> Executed:
+    """What a pipeline does: F, Bx, Bw and all messages once per sample, U once per update."""
+    operations = ((samples, samples, samples, updates),) * machine.stages
     return Executed(operations, ((samples, samples),) * len(machine.channels), samples, cycles)
 
 
