@@ -528,6 +528,22 @@ def test_set_does_not_change_a_dictionary_that_was_handed_in():
     assert given == hardware()
 
 
+ARRAY = {"kind": "systolic", "rows": 8, "cols": 4, "dataflow": "ws", "weights": "reload"}
+
+
+@pytest.mark.parametrize("wanted", [ARRAY, UNIT, VECTOR | {"overhead_cycles": 0}], ids=lambda table: table["kind"])
+@pytest.mark.parametrize("given", [ARRAY, UNIT, VECTOR | {"vector_length": 8}], ids=lambda table: table["kind"])
+def test_set_may_change_the_kind_of_a_datapath(given, wanted):
+    sources = {
+        "run": Source({}, "command line"),
+        "hardware": read_source(Hardware, hardware(core=CORE | {"datapath": given})),
+        "workload": read_source(Workload, workload()),
+    }
+    table = resolve(sources, tuple(f"core.datapath.{key}={value}" for key, value in wanted.items()))
+    left = {"vector_length": 8} if given["kind"] == wanted["kind"] == "vector" else {}
+    assert plain(table.hardware.core.datapath) == wanted | left
+
+
 def test_set_takes_the_last_of_two():
     assert resolved("seed=1", "seed=2").settings.seed == 2
 
