@@ -331,11 +331,22 @@ def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str
 def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> None:
     """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave."""
     from pbsim.datasets import TrainingData
+    from pbsim.hardware.energy import energy_account, pipelined
     from pbsim.numerics.order import Horizon, orders
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
     from pbsim.results.metrics import MetricsStream
-    from pbsim.results.tables import core_rows, link_rows, memory_rows, stage_rows, timing_summary, versions
+    from pbsim.results.tables import (
+        core_rows,
+        energy_rows,
+        energy_summary,
+        link_rows,
+        memory_rows,
+        operation_rows,
+        stage_rows,
+        timing_summary,
+        versions,
+    )
     from pbsim.schedule import Chunk, run_pipeline
 
     settings, workload = setup.resolved.settings, setup.resolved.workload
@@ -378,12 +389,19 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         writer.weights("initial.safetensors", before)
         writer.weights("weights.safetensors", _state(setup.module))
     bounds = audit.finish()
+    energy = energy_account(
+        setup.machine, pipelined(setup.machine, timing.samples, updates=timing.samples, cycles=timing.cycles)
+    )
+    if energy is not None:
+        audit.check_energy(energy)
     last = evaluations[-1] if evaluations else {}
     diverged = metrics.diverged or not np.isfinite(last.get("loss", 0.0))
     writer.table("stages", stage_rows(setup.network, timing, audit.delays))
+    writer.table("operations", operation_rows(timing))
     writer.table("cores", core_rows(timing))
     writer.table("memory", memory_rows(timing))
     writer.table("links", link_rows(timing))
+    writer.table("energy", energy_rows(energy))
     writer.table("evaluations", evaluations)
     writer.text("config.toml", dump_resolved(setup.resolved.hardware, workload, settings))
     writer.json(
@@ -395,6 +413,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             "accuracy": last.get("accuracy"),
             "loss": last.get("loss"),
             **timing_summary(timing),
+            **energy_summary(energy),
             "bounds_cycles": bounds.__dict__,
             "trace_samples": writer.window,
             "precision": settings.precision,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from pbsim.config import Hardware, Source, validate
-from pbsim.hardware import Cycles, Machine, StageCycles, build_machine
+from pbsim.hardware import Cost, Cycles, Machine, StageCycles, build_machine
 from pbsim.network.network import Edge, Network, Operator, Stage, Work
 from pbsim.optim import Recipe, UpdateRule
 from pbsim.schedule import Batches
@@ -89,7 +89,7 @@ def machine(net: Network, name: str = "lockstep_ideal", rule: UpdateRule | None 
 def with_cycles(machine: Machine, cycles: Sequence[tuple[int, int, int, int]]) -> Machine:
     """A machine whose stages' F, Bx, Bw and U take these cycles."""
     cores = (
-        replace(core, cycles=StageCycles(*(Cycles(compute=count) for count in counts)))
+        replace(core, cycles=StageCycles(*(Cost(Cycles(compute=count)) for count in counts)))
         for core, counts in zip(machine.cores, cycles, strict=True)
     )
     return replace(machine, cores=tuple(cores))

@@ -184,7 +184,7 @@ CORE = {"datapath": VECTOR, "sram_kib": 48, "sram_bytes_per_cycle": 24}
             hardware(core=CORE | {"datapath": VECTOR | {"kind": "systolyc"}}),
             "core.datapath.kind",
             "'systolyc'",
-            "'vector', 'unit'",
+            "'vector', 'systolic', 'unit'",
         ),
         (
             hardware(core=CORE | {"datapath": {"macs_per_cycle": 4}}),
@@ -210,6 +210,19 @@ CORE = {"datapath": VECTOR, "sram_kib": 48, "sram_bytes_per_cycle": 24}
             "greater than or equal to 0",
         ),
         (hardware(energy={"mac": {"pj": 1}}), "energy.mac.source", "", "missing"),
+        (hardware(energy={"table": "45nm"}), "energy.table", "'45nm'", "'horowitz_45nm' or '7nm'"),
+        (
+            hardware(energy={"flop": {"pj": 1, "source": "x"}}),
+            "energy.flop",
+            "{'pj': 1, 'source': 'x'}",
+            "unknown key; known: table, mac, vector_op, sram_byte, link_byte_hop, host_byte, leakage",
+        ),
+        (
+            hardware(core=CORE | {"datapath": {"kind": "systolic", "rows": 8, "cols": 8, "dataflow": "rs"}}),
+            "core.datapath.dataflow",
+            "'rs'",
+            "'os', 'ws' or 'is'",
+        ),
         (
             hardware(batch_parallel={"replicas": 0, "offchip_bytes_per_cycle": 1}),
             "batch_parallel.replicas",
@@ -531,6 +544,22 @@ def test_set_does_not_change_a_dictionary_that_was_handed_in():
     assert given == hardware()
 
 
+ARRAY = {"kind": "systolic", "rows": 8, "cols": 4, "dataflow": "ws", "weights": "reload"}
+
+
+@pytest.mark.parametrize("wanted", [ARRAY, UNIT, VECTOR | {"overhead_cycles": 0}], ids=lambda table: table["kind"])
+@pytest.mark.parametrize("given", [ARRAY, UNIT, VECTOR | {"vector_length": 8}], ids=lambda table: table["kind"])
+def test_set_may_change_the_kind_of_a_datapath(given, wanted):
+    sources = {
+        "run": Source({}, "command line"),
+        "hardware": read_source(Hardware, hardware(core=CORE | {"datapath": given})),
+        "workload": read_source(Workload, workload()),
+    }
+    table = resolve(sources, tuple(f"core.datapath.{key}={value}" for key, value in wanted.items()))
+    left = {"vector_length": 8} if given["kind"] == wanted["kind"] == "vector" else {}
+    assert plain(table.hardware.core.datapath) == wanted | left
+
+
 def test_set_takes_the_last_of_two():
     assert resolved("seed=1", "seed=2").settings.seed == 2
 
@@ -564,7 +593,8 @@ def test_set_wants_a_prefix_where_a_key_is_ambiguous():
         ("core.pes=4.0", "core.pes", "4.0", "integer"),
         ("clock_ghz=nan", "clock_ghz", "nan", "greater than 0"),
         ("run.seed=-1", "seed", "-1", "greater than or equal to 0"),
-        ("energy.table.pj=3", "energy.table.pj", "3", "table is not a table here"),
+        ("energy.table.pj=3", "energy.table.pj", "3", "no such key"),
+        ("energy.macs={pj=1}", "energy.macs", "{pj=1}", "did you mean 'energy.mac'?"),
         ("model.arguments.hidden.x=3", "model.arguments.hidden.x", "3", "hidden is not a table here"),
     ],
 )
@@ -620,8 +650,16 @@ def table(required: dict[str, Any], optional: dict[str, Any] | None = None) -> s
     return st.fixed_dictionaries(required, optional=optional or {})
 
 
-datapaths = table({"kind": st.just("vector"), "macs_per_cycle": count}, {"overhead_cycles": st.integers(0, 9)}) | table(
-    {key: st.just("unit") if key == "kind" else count for key in UNIT}
+datapaths = (
+    table(
+        {"kind": st.just("vector"), "macs_per_cycle": count},
+        {"overhead_cycles": st.integers(0, 9), "vector_length": count, "sram_elements_per_mac": positive},
+    )
+    | table(
+        {"kind": st.just("systolic"), "rows": count, "cols": count, "dataflow": st.sampled_from(["os", "ws", "is"])},
+        {"weights": st.sampled_from(["resident", "reload"])},
+    )
+    | table({key: st.just("unit") if key == "kind" else count for key in UNIT})
 )
 
 machines = table(
@@ -649,7 +687,16 @@ machines = table(
             },
         ),
         "batch_parallel": table({"replicas": count | st.just("fit"), "offchip_bytes_per_cycle": rate}),
-        "energy": table({}, {"table": text, "mac": table({"pj": st.floats(0, 1e6), "source": text})}),
+        "energy": table(
+            {},
+            {
+                "table": st.sampled_from(["horowitz_45nm", "7nm"]),
+                "mac": table(
+                    {"pj": st.floats(0, 1e6), "source": text},
+                    {"confidence": st.sampled_from(["page", "derived", "recalled"])},
+                ),
+            },
+        ),
     },
 )
 

@@ -49,15 +49,21 @@ DUE = [201, 402]
 COLUMNS = {
     "stages": "stage name parameters core macs_forward macs_input_gradient macs_weight_gradient delay_nominal "
     "delay_mean delay_min delay_max",
+    "operations": "stage op compute vector sram overhead total bound macs vector_operations sram_bytes "
+    "mapping_efficiency",
     "cores": "core unit forward input_gradient weight_gradient update stall_input stall_output stall_memory idle total",
     "memory": "core category peak_bytes capacity_bytes",
     "links": "source target bytes busy_cycles utilization",
+    "energy": "core action count picojoules",
     "metrics": "sample epoch dataset_index loss lr forward_cycle update_cycle",
     "evaluations": "sample cycle seconds split loss accuracy",
     "events": "start end core stage op sample version",
 }
-FLOATS = {"delay_mean", "utilization", "loss", "lr", "seconds", "accuracy"}
-TEXTS = {"name", "parameters", "unit", "category", "split", "op"}
+FLOATS = {
+    "delay_mean", "utilization", "mapping_efficiency", "picojoules", "picojoules_each", "loss", "lr", "seconds",
+    "accuracy",
+}  # fmt: skip
+TEXTS = {"name", "parameters", "unit", "category", "split", "op", "bound", "action", "source", "confidence"}
 SUMMARY = {
     "accuracy", "loss", "samples", "cycles", "seconds", "samples_per_second", "utilization", "bottleneck_stage",
     "peak_memory_bytes", "energy_joules", "noc_bytes", "versions", "method", "seed", "status",
@@ -803,7 +809,7 @@ def test_what_is_no_run_directory_is_refused(tmp_path, case):
         open_run(tmp_path)
     for name in ("summary.json", "stages.parquet"):
         (tmp_path / name).write_bytes(bytes_of(case.run, name))
-    with pytest.raises(UserError, match=r"lacks cores\.parquet, .*events\.parquet, config\.toml"):
+    with pytest.raises(UserError, match=r"lacks operations\.parquet, cores\.parquet, .*events\.parquet, config\.toml"):
         open_run(tmp_path)
 
 

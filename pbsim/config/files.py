@@ -22,7 +22,11 @@ T = TypeVar("T", bound=Table)
 FOLDERS: dict[type[Table], str] = {Hardware: "hwconfigs", Workload: "workloads"}
 KEYS_OF_A_KIND = {  # in tables whose `kind` decides which further keys there are
     "decay": ("at", "factor", "power"),
-    "datapath": ("macs_per_cycle", "overhead_cycles"),
+    "datapath": (
+        *("macs_per_cycle", "overhead_cycles", "vector_length", "sram_elements_per_mac"),
+        *("rows", "cols", "dataflow", "weights"),
+        *("forward_cycles", "input_gradient_cycles", "weight_gradient_cycles", "update_cycles"),
+    ),
 }
 TABLES: dict[str, type[Table]] = {"hardware": Hardware, "workload": Workload, "run": Settings}
 

@@ -26,13 +26,34 @@ class Mesh(Table):
 
 
 class VectorDatapath(Table):
-    """A PE that issues vector multiply-accumulates: `ceil(MACs / (PEs * macs_per_cycle))` cycles per operator."""
+    """PEs that issue vector multiply-accumulates: `ceil(MACs / (PEs * macs_per_cycle))` cycles and the overhead."""
 
     kind: Literal["vector"]
     macs_per_cycle: Count
     """MACs per cycle and PE."""
     overhead_cycles: Annotated[int, Field(ge=0)] = 0
-    """Cycles to start one operator on a core."""
+    """Cycles to start one vector instruction."""
+    vector_length: Count | None = None
+    """MACs or elementwise operations that one instruction covers per PE; absent: one instruction per matrix product
+    or elementwise pass, however long."""
+    sram_elements_per_mac: Positive | None = None
+    """Elements read and written per MAC (3: two operands and a result, streamed); never fewer than every operand and
+    result once, which is what an absent key means: perfect reuse."""
+
+
+class SystolicDatapath(Table):
+    """PEs that are systolic arrays: `ceil(folds / PEs)` times the cycles of a fold."""
+
+    kind: Literal["systolic"]
+    rows: Count
+    """Rows of one array."""
+    cols: Count
+    """Columns of one array."""
+    dataflow: Literal["os", "ws", "is"]
+    """What holds still in the cells: outputs, weights (the K x N operand) or inputs (the M x K operand)."""
+    weights: Literal["resident", "reload"] = "reload"
+    """`reload`: a fold loads what holds still, in `rows` cycles; `resident`: the layer's weights are there already
+    (F and Bx of `ws`; it changes nothing elsewhere)."""
 
 
 class UnitDatapath(Table):
@@ -50,7 +71,7 @@ class Core(Table):
 
     pes: Count = 1
     """PEs per core under `uniform` allocation; `balanced` shares out the mesh and does not read it."""
-    datapath: Annotated[VectorDatapath | UnitDatapath, Field(discriminator="kind")]
+    datapath: Annotated[VectorDatapath | SystolicDatapath | UnitDatapath, Field(discriminator="kind")]
     vector_lanes: Count = 1
     """Elementwise operations per cycle and PE."""
     sram_kib: Positive
@@ -104,14 +125,33 @@ class EnergyEntry(Table):
     """Energy of one action, with where the figure comes from."""
 
     pj: NonNegative
+    """Picojoules each time."""
     source: Name
+    confidence: Literal["src", "run", "page", "derived", "recalled", "assumed"] | None = None
+    """How the figure is known: read in a project's own file, measured, read in a page, arithmetic on such figures, from
+    memory, or set without a source."""
 
 
-class Energy(Table, extra="allow"):
-    """Energy per action: a named table, or inline entries `action = { pj = ..., source = "..." }`."""
+class Energy(Table):
+    """Energy per action: a named table, whose entries inline ones `action = { pj = ..., source = "..." }` replace.
 
-    __pydantic_extra__: dict[str, EnergyEntry]
-    table: Name | None = None
+    An action without an entry costs nothing, and the run lists it by name.
+    """
+
+    table: Literal["horowitz_45nm", "7nm"] | None = None
+    """A table that comes with pbsim (`pbsim/hardware/energy_tables.toml`)."""
+    mac: EnergyEntry | None = None
+    """One multiply-accumulate in the hardware's datatype."""
+    vector_op: EnergyEntry | None = None
+    """One elementwise step of a vector lane in the hardware's datatype."""
+    sram_byte: EnergyEntry | None = None
+    """One byte read from or written to a PE's SRAM."""
+    link_byte_hop: EnergyEntry | None = None
+    """One byte over one link of the fabric, its router included."""
+    host_byte: EnergyEntry | None = None
+    """One byte from the host, off chip."""
+    leakage: EnergyEntry | None = None
+    """One PE for one cycle, whether it works or not."""
 
 
 class Hardware(Table):

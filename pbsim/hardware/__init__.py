@@ -1,7 +1,7 @@
 """What the network runs on: cycles of a core, links of the fabric, and the machine they make."""
 
-from pbsim.hardware.core import Cycles, StageCycles
+from pbsim.hardware.core import Cost, Cycles, StageCycles
 from pbsim.hardware.fabric import Links, Route
 from pbsim.hardware.machine import Channel, Machine, MachineCore, build_machine
 
-__all__ = ["Channel", "Cycles", "Links", "Machine", "MachineCore", "Route", "StageCycles", "build_machine"]
+__all__ = ["Channel", "Cost", "Cycles", "Links", "Machine", "MachineCore", "Route", "StageCycles", "build_machine"]

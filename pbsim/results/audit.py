@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pbsim.hardware import Links, Machine
+from pbsim.hardware.energy import ACTIONS, EnergyAccount
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Network
 from pbsim.results.records import BW, BX, F, MalformedTraceError, Recorder, Records, U
@@ -81,6 +82,7 @@ class Audit:
         self._forgotten = np.zeros(machine.stages, np.int64)
         self._links = _LinkAudit(machine)
         self._last_end = 0
+        self._loads = 0
 
     def watch(self, chunk: Chunk) -> Records:
         """Check a chunk; return the samples that it completes."""
@@ -95,6 +97,7 @@ class Audit:
             self._last_end = max(self._last_end, int(rows.end.max()))
             self._check_overlap(compute)
             self._links.feed(rows[rows.op == Op.SEND], chunk.until)
+            self._loads += int((rows.op == Op.LOAD).sum())
         try:
             records = self._recorder.feed(rows)
         except MalformedTraceError as error:
@@ -131,6 +134,33 @@ class Audit:
         longest = max(bounds.compute, bounds.link, bounds.host)
         self._require(timing.cycles >= longest, f"{timing.cycles} cycles beat a bound: {bounds}")
         return bounds
+
+    def check_energy(self, account: EnergyAccount) -> None:
+        """Check counted actions against what was seen, and energy against counts; after `finish`."""
+        machine, cores = self.machine, account.cores
+        routes = self._links.messages.items()
+        for core, stage, seen, actions in zip(machine.cores, self.network.stages, self._counts, cores, strict=True):
+            done = [(int(count), cost) for count, cost in zip(seen, core.cycles.operations, strict=True)]
+            work = stage.work
+            macs = (work.macs_forward, work.macs_input_gradient, work.macs_weight_gradient, 0)
+            sent = sum(count * route.size for route, count in routes if route.source == core.stage)
+            received = sum(count * route.size for route, count in routes if route.target == core.stage)
+            for name, counted, recounted in (
+                ("MACs", actions.macs, sum(n * each for (n, _), each in zip(done, macs, strict=True))),
+                ("vector operations", actions.vector_ops, sum(n * cost.vector_operations for n, cost in done)),
+                ("SRAM bytes of operations", actions.operation_bytes, sum(n * cost.sram_bytes for n, cost in done)),
+                ("SRAM bytes of messages", actions.message_bytes, sent + received),
+                ("bytes from the host", actions.host_bytes, 0 if core.stage else self._loads * machine.host_bytes),
+                ("PE-cycles", actions.pe_cycles, core.pes * self.timing.cycles),
+            ):
+                self._require(counted == recounted, f"core {core.stage} counts {counted} {name}, seen {recounted}")
+        hops, carried = sum(actions.link_byte_hops for actions in cores), int(self._links.bytes.sum())
+        self._require(hops == carried, f"{hops} byte-hops counted, {carried} bytes carried by all links")
+        picojoules = sum(actions.counts[a] * account.table.pj(a) for actions in cores for a in ACTIONS)
+        self._require(
+            bool(np.isclose(account.joules, picojoules * 1e-12, rtol=1e-9, atol=0.0)),
+            f"{account.joules} J is not {picojoules} pJ, the sum of counts times entries",
+        )
 
     @staticmethod
     def _require(holds: bool | np.bool_, otherwise: str) -> None:
@@ -292,6 +322,7 @@ class _LinkAudit:
     def __init__(self, machine: Machine) -> None:
         self.links = machine.links()
         self._routes = {(r.source, r.target): r for c in machine.channels for r in (c.forward, c.gradient)}
+        self.messages = dict.fromkeys(self._routes.values(), 0)
         self._pending: list[list[IntArray]] = [[] for _ in self.links.bytes]
         self._free_at = np.zeros(len(self.links.bytes), np.int64)
         self.bytes = np.zeros(len(self.links.bytes), np.int64)
@@ -302,6 +333,7 @@ class _LinkAudit:
         for (source, target), route in self._routes.items():
             here = (sends.stage == source) & (sends.target == target)
             starts, hold = sends.start[here], route.serialisation
+            self.messages[route] += len(starts)
             Audit._require((sends.end[here] - starts == route.latency + hold).all(), "a message is early or late")
             for link, offset in zip(route.links, route.offsets, strict=True):
                 self.bytes[link] += route.size * len(starts)

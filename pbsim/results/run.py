@@ -28,8 +28,8 @@ class Run:
     path : the run directory.
     summary : scalars of the run, as in `summary.json`.
 
-    Its tables are DataFrames, each documented in docs/run-directory.md: `stages`, `cores`, `memory`, `links`,
-    `metrics`, `evaluations`, `events`.
+    Its tables are DataFrames, each documented in docs/run-directory.md: `stages`, `operations`, `cores`, `memory`,
+    `links`, `energy`, `metrics`, `evaluations`, `events`.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None, keep: object = None) -> None:
@@ -58,6 +58,11 @@ class Run:
         return self.table("stages")
 
     @cached_property
+    def operations(self) -> pd.DataFrame:
+        """One row per stage and operation: its cycles term by term, MACs, SRAM bytes."""
+        return self.table("operations")
+
+    @cached_property
     def cores(self) -> pd.DataFrame:
         """One row per core and unit: how its cycles were spent."""
         return self.table("cores")
@@ -71,6 +76,11 @@ class Run:
     def links(self) -> pd.DataFrame:
         """Bytes and busy cycles per link."""
         return self.table("links")
+
+    @cached_property
+    def energy(self) -> pd.DataFrame:
+        """Actions and their energy per core; empty if the hardware has no energy table."""
+        return self.table("energy")
 
     @cached_property
     def metrics(self) -> pd.DataFrame:

@@ -47,6 +47,24 @@ STAGES = _schema(
     Column("delay_max", I64, "updates", "measured, likewise"),
 )
 
+OPERATIONS = _schema(
+    "one row per stage and operation: its cycles term by term, for one sample; compute ... overhead sum to total",
+    Column("stage", I64, "index", "stage"),
+    Column("op", TEXT, "", "forward, input_gradient, weight_gradient, update"),
+    Column("compute", I64, "cycles per sample", "MACs are issued"),
+    Column("vector", I64, "cycles per sample", "the vector lanes work"),
+    Column("sram", I64, "cycles per sample", "the SRAM moves what is left beyond compute and vector, by operator"),
+    Column("overhead", I64, "cycles per sample", "instructions start, or the operation fills its least length"),
+    Column("total", I64, "cycles per sample", "length of the operation"),
+    Column(
+        "bound", TEXT, "", "what most of its cycles are due to: compute, vector, sram, overhead; none if it has none"
+    ),
+    Column("macs", I64, "MACs per sample", "multiply-accumulates"),
+    Column("vector_operations", I64, "steps per sample", "elementwise steps"),
+    Column("sram_bytes", I64, "bytes per sample", "read from and written to the core's SRAM"),
+    Column("mapping_efficiency", F64, "fraction", "MACs / (compute * peak MACs per cycle); NaN without MACs or peak"),
+)
+
 CORES = _schema(
     "one row per core and unit; forward ... idle sum to total, the run's cycles",
     Column("core", I64, "index", "core"),
@@ -82,6 +100,17 @@ LINKS = _schema(
     Column("bytes", I64, "bytes", "carried during the run"),
     Column("busy_cycles", I64, "cycles", "held by a message"),
     Column("utilization", F64, "fraction", "busy_cycles / the run's cycles"),
+)
+
+ENERGY = _schema(
+    "one row per core and action; picojoules are count * picojoules_each; empty without an energy table",
+    Column("core", I64, "index", "core"),
+    Column("action", TEXT, "", "mac, vector_op, sram_byte, link_byte_hop, host_byte, leakage"),
+    Column("count", I64, "actions", "how often the core did it during the run"),
+    Column("picojoules", F64, "pJ", "energy of these actions; 0 without an entry"),
+    Column("picojoules_each", F64, "pJ", "the table's entry; NaN if it has none"),
+    Column("source", TEXT, "", "where the entry comes from; empty if there is none"),
+    Column("confidence", TEXT, "", "src, run, page, derived, recalled, assumed; empty if not stated"),
 )
 
 METRICS = _schema(
@@ -124,9 +153,11 @@ EVENTS = _schema(
 
 TABLES = {
     "stages": STAGES,
+    "operations": OPERATIONS,
     "cores": CORES,
     "memory": MEMORY,
     "links": LINKS,
+    "energy": ENERGY,
     "metrics": METRICS,
     "evaluations": EVALUATIONS,
     "events": EVENTS,

@@ -7,6 +7,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from pbsim.hardware.core import OPERATIONS
+from pbsim.hardware.datapaths import DATAPATHS
+from pbsim.hardware.energy import ACTIONS, EnergyAccount
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Network
 from pbsim.results.audit import DelayStatistics
@@ -39,6 +42,29 @@ def stage_rows(network: Network, timing: Timing, delays: DelayStatistics) -> Row
                 "delay_max": most,
             }
         )
+    return rows
+
+
+def operation_rows(timing: Timing) -> Rows:
+    """Rows of `operations.parquet`."""
+    core_table, rows = timing.machine.hardware.core, []
+    for core in timing.machine.cores:
+        peak = DATAPATHS[core_table.datapath.kind].peak_macs_per_cycle(core_table, core.pes)
+        for name, cost in zip(OPERATIONS, core.cycles.operations, strict=True):
+            possible = cost.cycles.compute * peak
+            rows.append(
+                {
+                    "stage": core.stage,
+                    "op": name,
+                    **asdict(cost.cycles),
+                    "total": cost.total,
+                    "bound": cost.bound,
+                    "macs": cost.macs,
+                    "vector_operations": cost.vector_operations,
+                    "sram_bytes": cost.sram_bytes,
+                    "mapping_efficiency": cost.macs / possible if cost.macs and possible else float("nan"),
+                }
+            )
     return rows
 
 
@@ -80,6 +106,38 @@ def link_rows(timing: Timing) -> Rows:
             }
         )
     return rows
+
+
+def energy_rows(account: EnergyAccount | None) -> Rows:
+    """Rows of `energy.parquet`."""
+    if account is None:
+        return []
+    rows = []
+    for core, actions in enumerate(account.cores):
+        for action in ACTIONS:
+            entry = account.table.entries.get(action)
+            rows.append(
+                {
+                    "core": core,
+                    "action": action,
+                    "count": actions.counts[action],
+                    "picojoules": account.picojoules(core, action),
+                    "picojoules_each": float("nan") if entry is None else entry.pj,
+                    "source": "" if entry is None else entry.source,
+                    "confidence": "" if entry is None else entry.confidence,
+                }
+            )
+    return rows
+
+
+def energy_summary(account: EnergyAccount | None) -> dict[str, Any]:
+    """What `summary.json` says of energy; null where the hardware file has no energy table."""
+    return {
+        "energy_joules": None if account is None else account.joules,
+        "energy_table": None if account is None else account.table.name,
+        "energy_joules_by_action": None if account is None else account.joules_by_action,
+        "energy_zero_actions": None if account is None else account.zero_actions,
+    }
 
 
 def utilization(timing: Timing) -> float:
@@ -124,7 +182,6 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
         "step_cycles": timing.step_cycles,
         "peak_memory_bytes": timing.ledger.machine_peak,
         "overflowing_cores": overflows(timing),
-        "energy_joules": None,
         "noc_bytes": sum(timing.links.bytes),
     }
 

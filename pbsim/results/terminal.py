@@ -107,7 +107,6 @@ def rows(run: Run) -> list[tuple[str, str]]:
         accuracy = "not defined for regression" if s["accuracy"] is None else f"{s['accuracy']:.2%}"
         lines += [("test accuracy", accuracy), ("test loss", _number(s["loss"]))]
     bounds = ", ".join(f"{name} {cycles:,}" for name, cycles in s["bounds_cycles"].items())
-    energy = "not modelled yet" if s["energy_joules"] is None else f"{s['energy_joules']:.4g} J"
     overflowing = s["overflowing_cores"]
     memory = f"{s['peak_memory_bytes']:,} bytes"
     if overflowing:
@@ -122,7 +121,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
         ("bottleneck", s["bottleneck"]),
         ("peak memory", memory),
         ("fabric traffic", f"{s['noc_bytes']:,} bytes"),
-        ("energy", energy),
+        *_energy(run),
     ]
     if s["trace_samples"] < s["samples"]:
         lines.append(("trace kept", f"of the first {s['trace_samples']:,} samples (--trace all keeps everything)"))
@@ -134,6 +133,32 @@ def rows(run: Run) -> list[tuple[str, str]]:
         value = f"{row['delay_mean']:.2f} ({row['delay_min']} to {row['delay_max']}; nominal {row['delay_nominal']})"
         lines.append((f"delay of {label} stage", f"{value}  stage {stage} {row['name']}"))
     return lines
+
+
+def _energy(run: Run) -> list[tuple[str, str]]:
+    """Energy with its largest contributors, and the actions that add none, with the reason."""
+    s = run.summary
+    if s["energy_joules"] is None:
+        return [("energy", "not counted: the hardware file has no [energy] table")]
+    lines = [("energy", f"{s['energy_joules']:.4g} J by {s['energy_table']}")]
+    if s["energy_joules"]:
+        by_action = sorted(s["energy_joules_by_action"].items(), key=lambda item: -item[1])
+        shares = [f"{action} {joules / s['energy_joules']:.1%}" for action, joules in by_action if joules]
+        by_core = run.energy.groupby("core")["picojoules"].sum()
+        core = by_core.index.to_list()[int(by_core.to_numpy().argmax())]
+        name = run.stages.set_index("core")["name"][core]
+        most = f"most on core {core} {name!r}, {by_core.max() / by_core.sum():.1%}"
+        lines.append(("energy goes to", f"{', '.join(shares)}; {most}"))
+    zero = [f"{action} ({_why_zero(run, action)})" for action in s["energy_zero_actions"]]
+    return [*lines, ("energy counts as 0", ", ".join(zero))] if zero else lines
+
+
+def _why_zero(run: Run, action: str) -> str:
+    """Why an action adds no energy."""
+    rows = run.energy[run.energy["action"] == action]
+    if rows["picojoules_each"].isna().any():
+        return "no entry"
+    return "0 pJ" if rows["count"].sum() else "did not happen"
 
 
 def _number(value: float | None) -> str:
