@@ -26,6 +26,7 @@ from pbsim.config import (
     parse_method,
     read_source,
     validate,
+    with_regions,
 )
 from pbsim.errors import Problem, UserError, user_error
 
@@ -55,7 +56,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A validated experiment: the three tables, the method, and where the workload came from."""
+    """A validated experiment: the three tables, the method, and where hardware, workload and regions came from."""
 
     hardware: Hardware
     workload: Workload
@@ -63,11 +64,12 @@ class Resolved:
     method: Method
     hardware_where: str
     workload_where: str
+    regions_where: tuple[str, str]
 
 
 def load_hardware(hardware: str | Path) -> Hardware:
     """Read a hardware file, or a shipped one by its name; raises `UserError` with all that is wrong in it."""
-    return validate(Hardware, read_source(Hardware, hardware))
+    return validate(Hardware, with_regions(read_source(Hardware, hardware)))
 
 
 def load_workload(workload: str | Path) -> Workload:
@@ -140,7 +142,8 @@ def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> R
             problems.extend(error.problems)
 
     attempt(lambda: apply_overrides(overrides, sources))
-    hardware = attempt(lambda: validate(Hardware, sources["hardware"]))
+    hardware_source = attempt(lambda: with_regions(sources["hardware"])) or sources["hardware"]
+    hardware = attempt(lambda: validate(Hardware, hardware_source))
     workload = attempt(lambda: validate(Workload, _absolute(sources["workload"])))
     settings = attempt(lambda: validate(Settings, sources["run"]))
     text = sources["run"].document.get("method", "pb")
@@ -158,6 +161,7 @@ def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> R
         replace(method, horizon=horizon),
         sources["hardware"].where,
         sources["workload"].where,
+        hardware_source.place_of("pipeline.placement"),
     )
 
 
@@ -250,7 +254,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
         dataset = _fit_targets(dataset, network, workload, where)
     model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, batch=1))
-    machine = build_machine(hardware, network, rule, resolved.hardware_where)
+    machine = build_machine(hardware, network, rule, resolved.hardware_where, resolved.regions_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
@@ -309,7 +313,15 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
     from pbsim.results.metrics import MetricsStream
-    from pbsim.results.tables import core_rows, link_rows, memory_rows, stage_rows, timing_summary, versions
+    from pbsim.results.tables import (
+        core_rows,
+        link_rows,
+        memory_rows,
+        node_rows,
+        stage_rows,
+        timing_summary,
+        versions,
+    )
     from pbsim.schedule import Chunk, run_pipeline
 
     settings, workload = setup.resolved.settings, setup.resolved.workload
@@ -357,6 +369,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     writer.table("stages", stage_rows(setup.network, timing, audit.delays))
     writer.table("cores", core_rows(timing))
     writer.table("memory", memory_rows(timing))
+    writer.table("nodes", node_rows(timing.machine))
     writer.table("links", link_rows(timing))
     writer.table("evaluations", evaluations)
     writer.text("config.toml", dump_resolved(setup.resolved.hardware, workload, settings))

@@ -28,7 +28,7 @@ class Run:
     path : the run directory.
     summary : scalars of the run, as in `summary.json`.
 
-    Its tables are DataFrames, each documented in docs/run-directory.md: `stages`, `cores`, `memory`, `links`,
+    Its tables are DataFrames, each documented in docs/run-directory.md: `stages`, `cores`, `memory`, `nodes`, `links`,
     `metrics`, `evaluations`, `events`.
     """
 
@@ -66,6 +66,11 @@ class Run:
     def memory(self) -> pd.DataFrame:
         """Peak bytes per core and category."""
         return self.table("memory")
+
+    @cached_property
+    def nodes(self) -> pd.DataFrame:
+        """Where every core lies on the mesh, and what is left of it."""
+        return self.table("nodes")
 
     @cached_property
     def links(self) -> pd.DataFrame:
