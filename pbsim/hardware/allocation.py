@@ -11,6 +11,7 @@ whole, so that most stages get somewhat more than they asked for; all of it is u
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from pbsim.hardware.placement import (
     band_heights,
     banded_regions,
     bands_needed,
+    counted,
     fits,
     grid_cores,
     listed_regions,
@@ -53,7 +55,10 @@ class Intervals:
             for stage, load in zip(stages, loads, strict=True)
         ]
         self.kinds = [self.kind.index(kind) for kind in range(len(numbers))]
+        self._mesh_pes = hardware.mesh.pes
         self._known: dict[tuple[int, int], int] = {}
+        self._fewest: dict[int, list[int]] = {}
+        self._targets: list[int] = []  # the keys of `_fewest`, in order
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -66,8 +71,22 @@ class Intervals:
             self._known[key] = cycles.interval(self._core.units == "split")
         return self._known[key]
 
-    def fewest(self, stage: int, target: int, low: int, high: int) -> int:
-        """The fewest PEs, of `low` to `high`, with which a stage needs at most so many cycles; `high` do."""
+    def fewest(self, target: int) -> list[int]:
+        """By kind, the fewest PEs with which a stage needs at most so many cycles, which the whole mesh's suffice for.
+
+        They lie between those of the next longer and the next shorter target that have been asked for.
+        """
+        if target not in self._fewest:
+            place = bisect_left(self._targets, target)
+            longer, shorter = self._targets[place : place + 1], self._targets[place - 1 : place] if place else []
+            least = self._fewest[longer[0]] if longer else [1] * len(self.kinds)
+            most = self._fewest[shorter[0]] if shorter else [self._mesh_pes] * len(self.kinds)
+            brackets = zip(self.kinds, least, most, strict=True)
+            self._fewest[target] = [self._search(stage, target, low, high) for stage, low, high in brackets]
+            self._targets.insert(place, target)
+        return self._fewest[target]
+
+    def _search(self, stage: int, target: int, low: int, high: int) -> int:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.cycles(stage, middle) <= target else (middle + 1, high)
@@ -153,8 +172,8 @@ def _uniform(hardware: Hardware, stages: int, where: str) -> list[Region]:
             where,
             "mesh",
             _size(mesh),
-            f"has {cores} cores of {pes} PEs{none}, and the network has {stages} stages: {stages - cores} cores too few"
-            f"; {stages} cores take {stages * pes} PEs, and there are {mesh.pes}",
+            f"has {cores} cores of {pes} PEs{none}, and the network has {stages} stages: "
+            f"{counted(stages - cores, 'core')} too few; {stages} cores take {stages * pes} PEs, and there are {mesh.pes}",
         )
     return uniform_regions(mesh, shape, stages)
 
@@ -168,7 +187,7 @@ def _balanced(
             where,
             "mesh",
             _size(mesh),
-            f"has {mesh.pes} PEs, and the network has {stages} stages: {stages - mesh.pes} PEs too few",
+            f"has {mesh.pes} PEs, and the network has {stages} stages: {counted(stages - mesh.pes, 'PE')} too few",
         )
     pe_bytes = hardware.core.sram_kib * 1024
     floors = [max(1, math.ceil(need / pe_bytes)) for need in needs]
@@ -189,48 +208,34 @@ def _balanced(
 
 
 def _fastest(hardware: Hardware, intervals: Intervals, floors: list[int], messages: Sequence[Message]) -> list[Region]:
-    """The layout of the fastest pace; of equal ones that of the smaller interval, then of the higher bands."""
+    """The layout of the fastest pace; of equal ones that of the highest bands."""
     mesh = hardware.mesh
-    layouts = [
-        (*_fewest_pes(mesh, height, intervals, floors), height)
-        for height in band_heights(mesh)
-        if fits(mesh, height, floors)
-    ]
+
+    def fewest(target: int) -> list[int]:
+        pes = intervals.fewest(target)
+        return [max(pes[kind], floor) for kind, floor in zip(intervals.kind, floors, strict=True)]
+
+    def smallest(height: int, low: int, high: int) -> int:
+        """The smallest interval that bands of a height can reach; they can reach `high`."""
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(mesh, height, fewest(middle)) else (middle + 1, high)
+        return low
+
+    least = max(intervals.cycles(stage, mesh.pes) for stage in intervals.kinds)
+    most = max(intervals.cycles(stage, floor) for stage, floor in enumerate(floors))
     fastest: tuple[int, list[Region]] | None = None
-    for interval, pes, height in sorted(layouts, key=lambda layout: (layout[0], -layout[2])):
-        if fastest is not None and interval >= fastest[0]:
-            break
-        regions = banded_regions(mesh, height, pes)
+    for height in reversed(band_heights(mesh)):
+        if most < least or not fits(mesh, height, fewest(most)):
+            continue  # no faster than what has been found
+        interval = smallest(height, least, most)
+        regions = banded_regions(mesh, height, fewest(interval))
         nodes = [*regions, *spare_regions(mesh, regions)]
         pace = max(interval, wire(hardware.fabric, nodes, messages).busiest_cycles)
         if fastest is None or pace < fastest[0]:
-            fastest = pace, regions
+            fastest, most = (pace, regions), min(most, pace - 1)
     assert fastest is not None
     return fastest[1]
-
-
-def _fewest_pes(mesh: Mesh, height: int, intervals: Intervals, floors: list[int]) -> tuple[int, list[int]]:
-    """The smallest interval that bands of a height can reach, and every stage's fewest PEs for it, by bisection.
-
-    `enough` are the fewest PEs of each kind of stage at the interval `high`, `needed` those at `low - 1` (or all):
-    they bracket what is asked for in between.
-    """
-    low = max(intervals.cycles(stage, mesh.pes) for stage in intervals.kinds)
-    high = max(intervals.cycles(stage, floor) for stage, floor in enumerate(floors))
-    enough, needed = [1] * len(intervals.kinds), [mesh.pes] * len(intervals.kinds)
-
-    def floored(pes: Sequence[int]) -> list[int]:
-        return [max(pes[kind], floor) for kind, floor in zip(intervals.kind, floors, strict=True)]
-
-    while low < high:
-        middle = (low + high) // 2
-        brackets = zip(intervals.kinds, enough, needed, strict=True)
-        pes = [intervals.fewest(stage, middle, least, most) for stage, least, most in brackets]
-        if fits(mesh, height, floored(pes)):
-            high, enough = middle, pes
-        else:
-            low, needed = middle + 1, pes
-    return high, floored(enough)
 
 
 def _shortfall(mesh: Mesh, floors: list[int], needs: Sequence[int], pe_bytes: float) -> int:

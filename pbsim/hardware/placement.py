@@ -155,11 +155,13 @@ def listed_regions(mesh: Mesh, entries: Sequence[Any], stages: int, where: str, 
             problems.append(Problem(where, f"{key}[{index}]", str(region), outside))
         other = next((i for i in regions if i != index and _shared_pes(regions[i], region)), None)
         if other is not None:
-            overlap = f"overlaps entry {other}, {regions[other]}, on {_shared_pes(regions[other], region)} PEs"
+            overlap = (
+                f"overlaps {key}[{other}] = {regions[other]} on {counted(_shared_pes(regions[other], region), 'PE')}"
+            )
             problems.append(Problem(where, f"{key}[{index}]", str(region), overlap))
     if len(entries) != stages:
-        count = f"should have one entry for each of the network's {stages} stages: {_difference(len(entries), stages)}"
-        problems.append(Problem(where, key, f"{len(entries)} entries", count))
+        count = f"should be one for each of the network's {stages} stages: {_difference(len(entries), stages)}"
+        problems.append(Problem(where, key, counted(len(entries), "region"), count))
     if problems:
         raise UserError(problems)
     return list(regions.values())
@@ -175,7 +177,12 @@ def _is_region(entry: Any) -> bool:
 
 def _beyond(mesh: Mesh, region: Region) -> str:
     rows, cols = max(0, region.end_row - mesh.rows), max(0, region.end_col - mesh.cols)
-    return " and ".join(f"{count} {unit}" for count, unit in ((rows, "rows"), (cols, "columns")) if count)
+    return " and ".join(counted(count, unit) for count, unit in ((rows, "row"), (cols, "column")) if count)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things in words."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _shared_pes(one: Region, other: Region) -> int:

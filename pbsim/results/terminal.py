@@ -144,8 +144,8 @@ def _interval(summary: dict[str, Any], stage: pd.Series[Any]) -> str:
     """The cores' pace, the stage that sets it, and what one more PE there would buy."""
     cycles, better = (summary[f"initiation_interval_{key}"] for key in ("cycles", "with_one_more_pe_cycles"))
     gain = f"{better:,} with one more PE there" if better < cycles else "one more PE there would not shorten it"
-    pes = stage["pes"]
-    return f"{cycles:,} cycles: stage {stage['stage']} {stage['name']!r} on {pes:,} PE{'s' * (pes > 1)}; {gain}"
+    pes = f"{stage['pes']:,} PE{'' if stage['pes'] == 1 else 's'}"
+    return f"{cycles:,} cycles: stage {stage['stage']} {stage['name']!r} on {pes}; {gain}"
 
 
 def _number(value: float | None) -> str:
