@@ -173,7 +173,8 @@ def _uniform(hardware: Hardware, stages: int, where: str) -> list[Region]:
             "mesh",
             _size(mesh),
             f"has {cores} cores of {pes} PEs{none}, and the network has {stages} stages: "
-            f"{counted(stages - cores, 'core')} too few; {stages} cores take {stages * pes} PEs, and there are {mesh.pes}",
+            f"{counted(stages - cores, 'core')} too few; {stages} cores take {stages * pes} PEs, and there are "
+            f"{mesh.pes}",
         )
     return uniform_regions(mesh, shape, stages)
 
