@@ -228,16 +228,23 @@ def test_one_more_pe_buys_what_is_said(net):
 
 
 def test_one_more_pe_by_hand():
-    # 3 stages in one row of 7 PEs, free memory traffic, 64 MACs each for F, Bx and Bw (4 per cycle and PE), 8 vector
-    # operations each and 4 x 8 of the update, 4 lanes. On 2 PEs: 3 (8 + 1) + 4 vector cycles and 4 operations'
-    # overhead; the first stage has no Bx, so that the second is the slowest
+    # 3 stages in one row of 6 PEs, free memory traffic, no overhead, 64 MACs each for F, Bx, Bw (4 per cycle and PE),
+    # 8 elementwise operations each (4 lanes), and those of the update of 8 weights. On 2 PEs: 3 (8 + 1) cycles and the
+    # update's; the first stage has no Bx, so that the second is the slowest
     net = chain(3)
-    made = laid_out(net, mesh__rows=1, mesh__cols=6, core__sram_bytes_per_cycle=float("inf"))
+    datapath = {"kind": "vector", "macs_per_cycle": 4}
+    keys = {"mesh__rows": 1, "mesh__cols": 6, "core__sram_bytes_per_cycle": float("inf"), "core__datapath": datapath}
+    made = laid_out(net, **keys)
     assert [core.pes for core in made.cores] == [2, 2, 2]
     update = UpdateRule(RECIPE).update_operations
-    two = 3 * (64 // 8 + 8 // 8) + -(-8 * update // 8) + 4
+    two = 3 * (64 // 8 + 8 // 8) + -(-8 * update // 8)
     assert (made.interval.stage, made.interval.cycles) == (1, two)
     assert made.interval.with_one_more_pe == two  # stage 2 is as slow
+    # of two stages the second is the slowest alone: on 3 PEs 3 (6 + 1) and the update's; the first takes 2 (8 + 1)
+    made = laid_out(chain(2), **(keys | {"mesh__cols": 4}))
+    assert [core.pes for core in made.cores] == [2, 2]
+    three = 3 * (-(-64 // 12) + -(-8 // 12)) + -(-8 * update // 12)
+    assert made.interval.with_one_more_pe == max(three, 2 * (8 + 1) + -(-8 * update // 8)) < two
 
 
 def test_a_net_of_more_stages_than_pes_says_how_many_are_missing():
