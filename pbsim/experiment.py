@@ -26,6 +26,7 @@ from pbsim.config import (
     parse_method,
     read_source,
     validate,
+    with_regions,
 )
 from pbsim.errors import Problem, UserError, user_error
 
@@ -56,7 +57,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A validated experiment: the three tables, the method, and where the workload came from."""
+    """A validated experiment: the three tables, the method, and where hardware, workload and regions came from."""
 
     hardware: Hardware
     workload: Workload
@@ -64,11 +65,12 @@ class Resolved:
     method: Method
     hardware_where: str
     workload_where: str
+    regions_where: tuple[str, str]
 
 
 def load_hardware(hardware: str | Path) -> Hardware:
     """Read a hardware file, or a shipped one by its name; raises `UserError` with all that is wrong in it."""
-    return validate(Hardware, read_source(Hardware, hardware))
+    return validate(Hardware, with_regions(read_source(Hardware, hardware)))
 
 
 def load_workload(workload: str | Path) -> Workload:
@@ -143,7 +145,8 @@ def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> R
             problems.extend(error.problems)
 
     attempt(lambda: apply_overrides(overrides, sources))
-    hardware = attempt(lambda: validate(Hardware, sources["hardware"]))
+    hardware_source = attempt(lambda: with_regions(sources["hardware"])) or sources["hardware"]
+    hardware = attempt(lambda: validate(Hardware, hardware_source))
     workload = attempt(lambda: validate(Workload, _absolute(sources["workload"])))
     settings = attempt(lambda: validate(Settings, sources["run"]))
     text = sources["run"].document.get("method", "pb")
@@ -161,6 +164,7 @@ def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> R
         replace(method, horizon=horizon),
         sources["hardware"].where,
         sources["workload"].where,
+        hardware_source.place_of("pipeline.placement"),
     )
 
 
@@ -264,7 +268,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     if not settings.timing_only:
         model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, resolved.method.batch))
-    machine = build_machine(hardware, network, rule, resolved.hardware_where)
+    machine = build_machine(hardware, network, rule, resolved.hardware_where, resolved.regions_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
@@ -342,6 +346,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         energy_summary,
         link_rows,
         memory_rows,
+        node_rows,
         operation_rows,
         stage_rows,
         timing_summary,
@@ -400,6 +405,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     writer.table("operations", operation_rows(timing))
     writer.table("cores", core_rows(timing))
     writer.table("memory", memory_rows(timing))
+    writer.table("nodes", node_rows(timing.machine))
     writer.table("links", link_rows(timing))
     writer.table("energy", energy_rows(energy))
     writer.table("evaluations", evaluations)

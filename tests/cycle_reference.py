@@ -1,14 +1,17 @@
 """The machine by the rules of DESIGN.md 4 and 6, cycle by cycle: slow, plain, no code of pbsim/schedule.
 
-Numbers (cycles of an operation, serialisations, credits, slots) come from a `Machine`; everything that
-follows from them is worked out here by walking through the cycles. A link is the set of cycles in which it is
-taken, a unit's account is the list of what it did in each cycle, and a version is a count of updates.
+Numbers (cycles of an operation, sizes of messages, credits, slots) and the cores' rectangles come from a `Machine`;
+everything that follows from them is worked out here by walking through the cycles, and over the mesh PE by PE. A link
+is the set of cycles in which it is taken, a unit's account is the list of what it did in each cycle, and a version is a
+count of updates.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 from pbsim.hardware import Machine
 
@@ -18,7 +21,6 @@ WAITS = ("stall_input", "stall_memory")
 LIMIT = 200_000  # cycles after which the machine is taken to be stuck
 
 Row = tuple[int, int, int, int, int, int, int]
-Link = tuple[int, int]
 
 
 @dataclass
@@ -78,28 +80,88 @@ def account(spent: list[str]) -> dict[str, int]:
     return dict(Counter(what if first <= cycle <= last else "idle" for cycle, what in enumerate(spent)))
 
 
+Place = tuple[int, int]
+
+
 class Wires:
-    """All links of the line of cores, each the set of cycles in which it is taken."""
+    """The mesh, PE by PE: whose each PE is, how messages walk, and per link the cycles in which it is taken.
 
-    def __init__(self, hop: int) -> None:
-        self.hop = hop
-        self.taken: dict[Link, set[int]] = {}
+    A PE that is in no core belongs to a spare rectangle, which is named after its upper left PE.
+    """
 
-    def send(self, source: int, target: int, ready: int, serialisation: int) -> tuple[int, int, int]:
+    def __init__(self, machine: Machine) -> None:
+        mesh, fabric = machine.hardware.mesh, machine.hardware.fabric
+        self.hop, self.rate = fabric.hop_cycles, fabric.link_bytes_per_cycle
+        self.regions = machine.nodes[: machine.stages]
+        self.owner: dict[Place, object] = {}
+        for stage, region in enumerate(self.regions):
+            for row in range(region.row, region.row + region.rows):
+                for col in range(region.col, region.col + region.cols):
+                    self.owner[row, col] = stage
+        self.spare(mesh.rows, mesh.cols)
+        self.wires: Counter[tuple[object, object]] = Counter()
+        for (row, col), one in self.owner.items():
+            for neighbour in ((row, col + 1), (row, col - 1), (row + 1, col), (row - 1, col)):
+                if neighbour in self.owner:
+                    self.wires[one, self.owner[neighbour]] += 1
+        self.taken: dict[tuple[object, object], set[int]] = {}
+
+    def spare(self, rows: int, cols: int) -> None:
+        """Share out the PEs that are in no core: runs of a row, joined to the run above if that has the same ends."""
+        above: dict[tuple[int, int], object] = {}
+        for row in range(rows):
+            runs: dict[tuple[int, int], object] = {}
+            free = [col for col in range(cols) if (row, col) not in self.owner]
+            for begin in [col for col in free if col - 1 not in free]:
+                end = begin
+                while end in free:
+                    end += 1
+                runs[begin, end] = above.get((begin, end), ("spare", row, begin))
+            for (begin, end), name in runs.items():
+                for col in range(begin, end):
+                    self.owner[row, col] = name
+            above = runs
+
+    @cache  # noqa: B019 (a machine's wires live as long as its simulation)
+    def path(self, source: int, target: int) -> tuple[list[tuple[int, object, object]], int]:
+        """The crossings from owner to owner, each with the steps before it, and how many steps there are in all."""
+        region = self.regions[source]
+        row, col = region.row + (region.rows - 1) // 2, region.col + (region.cols - 1) // 2
+        columns = [place[1] for place, owner in self.owner.items() if owner == target]
+        crossings, steps = [], 0
+        while self.owner[row, col] != target:
+            before = self.owner[row, col]
+            if col < min(columns):
+                col += 1
+            elif col > max(columns):
+                col -= 1
+            elif row < self.regions[target].row:
+                row += 1
+            else:
+                row -= 1
+            if self.owner[row, col] != before:
+                crossings.append((steps, before, self.owner[row, col]))
+            steps += 1
+        return crossings, steps
+
+    def serialisation(self, source: int, target: int, size: int) -> int:
+        """Cycles for which a message streams: over the fewest wires that it passes."""
+        path, _ = self.path(source, target)
+        return math.ceil(size / (self.rate * min(self.wires[one, other] for _, one, other in path)))
+
+    def send(self, source: int, target: int, ready: int, hold: int) -> tuple[int, int, int]:
         """Start a message as early as possible; return when it starts, has left, and has arrived."""
-        step = 1 if target > source else -1
-        path = [(core, core + step) for core in range(source, target, step)]
+        path, steps = self.path(source, target)
         start = ready
-        while any(self._needs(k, start, serialisation) & self.taken.get(link, set()) for k, link in enumerate(path)):
+        while any(self.needs(k, start, hold) & self.taken.get((one, other), set()) for k, one, other in path):
             start += 1
-        for k, link in enumerate(path):
-            self.taken.setdefault(link, set()).update(self._needs(k, start, serialisation))
-        left = start + serialisation
-        return start, left, left + len(path) * self.hop
+        for k, one, other in path:
+            self.taken.setdefault((one, other), set()).update(self.needs(k, start, hold))
+        return start, start + hold, start + hold + steps * self.hop
 
-    def _needs(self, k: int, start: int, serialisation: int) -> set[int]:
-        """The cycles in which a message that starts now takes the k-th link of its path."""
-        return set(range(start + k * self.hop, start + k * self.hop + serialisation))
+    def needs(self, steps: int, start: int, hold: int) -> set[int]:
+        """The cycles in which a message that starts now takes a link that comes so many steps after its start."""
+        return set(range(start + steps * self.hop, start + steps * self.hop + hold))
 
 
 # --- lockstep -------------------------------------------------------------------------------------
@@ -118,6 +180,7 @@ def _lockstep(machine: Machine, samples: int, batches: list[list[int]], *, drain
         step += 2 * stages - 2
     steps = range(step)
     last_of = {batch[-1]: batch[0] for batch in batches}  # by the last sample of an update, its first
+    wires = Wires(machine)
 
     def forwarded(stage: int, step: int) -> int | None:
         return entered.get(step - stage)
@@ -131,13 +194,14 @@ def _lockstep(machine: Machine, samples: int, batches: list[list[int]], *, drain
         for channel in machine.channels:
             sample = forwarded(channel.source, step)
             if sample is not None:
-                due.append((channel.source, sample, channel.target, channel.forward.serialisation))
+                due.append((channel.source, sample, channel.target, channel.forward.size))
             sample = backwarded(channel.target, step)
             if sample is not None:
-                due.append((channel.target, sample, channel.source, channel.gradient.serialisation))
-        wires, sent = Wires(machine.hardware.fabric.hop_cycles), []
-        for source, sample, target, serialisation in sorted(due):
-            start, _, arrival = wires.send(source, target, 0, serialisation)
+                due.append((channel.target, sample, channel.source, channel.gradient.size))
+        sent = []
+        wires.taken.clear()
+        for source, sample, target, size in sorted(due):
+            start, _, arrival = wires.send(source, target, 0, wires.serialisation(source, target, size))
             sent.append((source, sample, target, start, arrival))
         return sent
 
@@ -263,7 +327,7 @@ class _Dataflow:
         self.batch_of = {sample: index for index, batch in enumerate(batches) for sample in batch}
         self.first_of = {sample: batch[0] for batch in batches for sample in batch}
         self.lasts = {batch[-1] for batch in batches}
-        self.wires = Wires(machine.hardware.fabric.hop_cycles)
+        self.wires = Wires(machine)
         slots = machine.hardware.pipeline.output_slots
         self.cores = [_Core(stage, self._units(), slots) for stage in range(machine.stages)]
         for core in self.cores:
@@ -513,9 +577,12 @@ class _Dataflow:
     def results(self, stage: int, sample: int) -> list[_Message]:
         """What a forward sends, to the nearest stage first."""
         channels = sorted((c for c in self.machine.channels if c.source == stage), key=lambda c: c.target)
-        return [_Message(stage, sample, c.target, False, c.forward.serialisation, c.forward.size) for c in channels]
+        return [self.message(stage, sample, c.target, False, c.forward.size) for c in channels]
 
     def gradients(self, stage: int, sample: int) -> list[_Message]:
         """What a Bx sends, to the first stage first."""
         channels = sorted((c for c in self.machine.channels if c.target == stage), key=lambda c: c.source)
-        return [_Message(stage, sample, c.source, True, c.gradient.serialisation, c.gradient.size) for c in channels]
+        return [self.message(stage, sample, c.source, True, c.gradient.size) for c in channels]
+
+    def message(self, source: int, sample: int, target: int, backward: bool, size: int) -> _Message:
+        return _Message(source, sample, target, backward, self.wires.serialisation(source, target, size), size)

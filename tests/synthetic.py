@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from pbsim.config import Hardware, Source, validate
+from pbsim.config.hardware import Mesh
 from pbsim.hardware import Cost, Cycles, Machine, StageCycles, build_machine
+from pbsim.hardware.placement import grid_cores, uniform_shape
 from pbsim.network.network import Edge, Network, Operator, Stage, Work
 from pbsim.optim import Recipe, UpdateRule
 from pbsim.schedule import Batches
@@ -115,6 +117,65 @@ class Case:
         return Batches(self.samples, self.batch, drained=True, epoch_samples=self.epoch)
 
 
+Entry = list[int]
+"""A region as a hardware file lists it: [row, col, rows, cols]."""
+
+
+@st.composite
+def placements(draw: st.DrawFn, stages: int) -> tuple[int, int, list[Entry]]:
+    """A small mesh (rows, columns), and a rectangle on it for every stage: anywhere, some PEs left over.
+
+    The mesh is cut in two again and again; of the pieces, in any order, each stage shrinks one.
+    """
+    rows, cols = draw(st.integers(1, 7)), draw(st.integers(1, 7))
+    if rows * cols < stages:
+        rows, cols = 2, stages
+    pieces = [[0, 0, rows, cols]]
+    while len(pieces) < stages + draw(st.integers(0, 2)):
+        divisible = [piece for piece in pieces if piece[2] * piece[3] > 1]
+        if not divisible:
+            break
+        piece = draw(st.sampled_from(divisible))
+        row, col, height, width = piece
+        pieces.remove(piece)
+        if height > 1 and (width == 1 or draw(st.booleans())):
+            cut = draw(st.integers(1, height - 1))
+            pieces += [[row, col, cut, width], [row + cut, col, height - cut, width]]
+        else:
+            cut = draw(st.integers(1, width - 1))
+            pieces += [[row, col, height, cut], [row, col + cut, height, width - cut]]
+    chosen = draw(st.permutations(pieces))[:stages]
+    return rows, cols, [draw(shrunk(piece)) for piece in chosen]
+
+
+@st.composite
+def shrunk(draw: st.DrawFn, piece: Entry) -> Entry:
+    """A rectangle within a rectangle, as a rule the whole of it."""
+    row, col, rows, cols = piece
+    if draw(st.booleans()):
+        return piece
+    top, left = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
+    return [row + top, col + left, draw(st.integers(1, rows - top)), draw(st.integers(1, cols - left))]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, stages: int) -> dict[str, object]:
+    """Keys of the hardware file: the usual line of cores, a small mesh with a snake of equal cores, or anything."""
+    kind = draw(st.sampled_from(["anything", "anything", "anything", "snake", "line"]))
+    if kind == "line":
+        return {}
+    if kind == "anything":
+        rows, cols, entries = draw(placements(stages))
+        return {"mesh__rows": rows, "mesh__cols": cols, "pipeline__placement": entries}
+    height, width, across = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    rows = height * -(-stages // across) + draw(st.integers(0, 2))
+    keys = {"mesh__rows": rows, "mesh__cols": width * across, "core__pes": height * width}
+    mesh = Mesh(rows=rows, cols=width * across)
+    if grid_cores(mesh, uniform_shape(mesh, height * width)) < stages:
+        return {}  # another shape of as many PEs was preferred, and is too few
+    return keys
+
+
 @st.composite
 def cases(draw: st.DrawFn, every: bool = False, **changes: object) -> Case:
     """Small machines of every kind under pipelined backpropagation; `changes` fixes keys of the hardware file.
@@ -153,6 +214,7 @@ def cases(draw: st.DrawFn, every: bool = False, **changes: object) -> Case:
     table = {key: changes[key] if key in changes else draw(values) for key, values in keys.items()}
     if table["pipeline__timing"] == "lockstep":
         table["pipeline__memory"] = "report"  # in lockstep nothing can wait
+    table |= draw(layouts(stages))
     net = chain(stages, elements=sizes, skips=skips, tokens=tokens)
     rule = UpdateRule(RECIPE, stash_weights=draw(st.booleans()))
     built = with_cycles(machine(net, "lockstep_ideal", rule, **table), cycles)

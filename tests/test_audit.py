@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import Case, cases, chain, machine, with_cycles
 
+from pbsim.hardware import Machine
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Work
 from pbsim.results.audit import Audit, AuditError, Bounds, audited
@@ -561,3 +562,49 @@ def test_a_run_that_beats_a_bound_is_found(resource, changes):
     slow = replace(found.case.machine, **changes)
     with pytest.raises(AuditError, match=f"beat a bound.*{resource}=7000"):
         replace(found, case=replace(found.case, machine=slow)).audit()
+
+
+def other_route(made: Machine, **changes: object) -> Machine:
+    """The machine with its first channel's forward route changed."""
+    first, *rest = made.channels
+    return replace(made, channels=(replace(first, forward=replace(first.forward, **changes)), *rest))
+
+
+UNSOUND = {
+    "links that do not follow each other": (
+        lambda made: other_route(made, links=(0, 4), offsets=(0, 1), latency=2),
+        r"route 0>1 does not lead there: its links pass nodes \[0, 1, 3\]",
+    ),
+    "links that lead back": (
+        lambda made: other_route(made, links=(0, 1, 0), offsets=(0, 1, 2), latency=3),
+        r"route 0>1 passes a node twice: \[0, 1, 0, 1\]",
+    ),
+    "a head that stands still": (
+        lambda made: other_route(made, offsets=(1,), latency=1),
+        r"route 0>1 takes its links at \(1,\), and arrives after 1 cycles",
+    ),
+    "a message that streams too fast": (
+        lambda made: other_route(made, serialisation=4),
+        r"route 0>1 puts 10 bytes on link \(0, 1\), which carries 8.0 meanwhile",
+    ),
+    "nodes that overlap": (
+        lambda made: replace(made, nodes=(made.nodes[0], made.nodes[0], *made.nodes[2:])),
+        "the nodes of the fabric overlap, or leave PEs out",
+    ),
+    "a node beside the mesh": (
+        lambda made: replace(made, nodes=(replace(made.nodes[0], col=16), *made.nodes[1:])),
+        r"node \[0, 16, 1, 1\] is not on the mesh of 16 x 16 PEs",
+    ),
+    "a core that is larger than its region": (
+        lambda made: replace(made, cores=(replace(made.cores[0], pes=2), *made.cores[1:])),
+        "core 0 has 2 PEs, and its region 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", UNSOUND)
+def test_a_machine_whose_fabric_is_not_sound_is_found(fault):
+    tamper, message = UNSOUND[fault]
+    found = ran(case())
+    with pytest.raises(AuditError, match=message):
+        Audit(tamper(found.case.machine), found.case.net, found.timing)

@@ -62,6 +62,7 @@ def test_run_prints_a_table_and_where_everything_is(pbsim, tmp_path):
     assert outcome.status == 0
     run = open_run(tmp_path / "here" / "run")
     summary = run.summary
+    first = run.stages.sort_values("stage").iloc[0]
     lines = outcome.out.splitlines()
     assert "digits_mlp on mesh, pb+lwpv+sc" in lines[0]
     for name, value in (
@@ -75,10 +76,14 @@ def test_run_prints_a_table_and_where_everything_is(pbsim, tmp_path):
         ("utilization", f"{summary['utilization']:.1%}"),
         ("bottleneck", "'flatten+linear1+relu1'"),
         ("peak memory", f"{summary['peak_memory_bytes']:,} bytes"),
+        ("initiation interval", f"{summary['initiation_interval_cycles']:,} cycles: stage 0 "),
         ("energy", f"{summary['energy_joules']:.4g} J by horowitz_45nm"),
         ("energy goes to", "sram_byte"),
         ("energy counts as 0", "leakage (no entry)"),
-        ("delay of first stage", f"{run.stages['delay_mean'].iloc[0]:.2f} (4 to 4; nominal 4)"),
+        (
+            "delay of first stage",
+            f"{first['delay_mean']:.2f} ({first['delay_min']} to {first['delay_max']}; nominal 4)",
+        ),
         ("delay of middle stage", "nominal 2"),
         ("delay of last stage", "0.00 (0 to 0; nominal 0)"),
     ):

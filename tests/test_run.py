@@ -53,7 +53,8 @@ COLUMNS = {
     "mapping_efficiency",
     "cores": "core unit forward input_gradient weight_gradient update stall_input stall_output stall_memory idle total",
     "memory": "core category peak_bytes capacity_bytes",
-    "links": "source target bytes busy_cycles utilization",
+    "nodes": "node stage row col rows cols",
+    "links": "source target bytes busy_cycles utilization wires",
     "energy": "core action count picojoules",
     "metrics": "sample epoch dataset_index loss lr forward_cycle update_cycle",
     "evaluations": "sample cycle seconds split loss accuracy",
@@ -476,7 +477,7 @@ def test_timing_alone_gives_the_same_cycles(case, timed):
     changed = {"accuracy", "loss", "timing_only", "trace_samples", "precision"}
     for key in case.run.summary.keys() - changed:
         assert timed.summary[key] == case.run.summary[key], key
-    for name in ("stages", "cores", "memory", "links"):
+    for name in ("stages", "cores", "memory", "nodes", "links"):
         pd.testing.assert_frame_equal(timed.table(name), case.run.table(name))
 
 

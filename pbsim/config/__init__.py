@@ -11,6 +11,7 @@ from pbsim.config.files import (
     shipped,
     validate,
     validate_all,
+    with_regions,
 )
 from pbsim.config.hardware import Hardware
 from pbsim.config.method import MITIGATIONS, SCHEDULES, Method, parse_method
@@ -35,4 +36,5 @@ __all__ = [
     "shipped",
     "validate",
     "validate_all",
+    "with_regions",
 ]

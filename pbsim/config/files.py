@@ -42,6 +42,12 @@ class Source:
     where: str
     base: Path | None = None
     overrides: set[str] = field(default_factory=set)
+    included: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Keys whose value was read from another file: that file, and the key there."""
+
+    def place_of(self, key: str) -> tuple[str, str]:
+        """The file and key at which a user finds a value, for errors."""
+        return self.included.get(key, ("--set" if _is_overridden(key, self) else self.where, key))
 
 
 def shipped(kind: type[Table]) -> dict[str, Path]:
@@ -90,6 +96,35 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise user_error(str(path), "", "", f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise user_error(str(path), "", "", f"is not valid TOML: {error}") from None
+
+
+def with_regions(source: Source) -> Source:
+    """A hardware file that names a file of regions as its placement, with the regions in its place.
+
+    Raises
+    ------
+    UserError : that file cannot be read, or holds anything but a list `regions`.
+    """
+    pipeline = source.document.get("pipeline")
+    name = pipeline.get("placement") if isinstance(pipeline, Mapping) else None
+    if not isinstance(name, str) or not name.endswith(".toml"):
+        return source
+    path = (source.base or Path.cwd()) / Path(name).expanduser()
+    table = read_toml(path)
+    problems = [
+        Problem(str(path), key, repr(value), "unknown key; known: regions")
+        for key, value in table.items()
+        if key != "regions"
+    ]
+    regions = table.get("regions")
+    if not isinstance(regions, list):
+        given = "" if regions is None else repr(regions)
+        problems.append(Problem(str(path), "regions", given, "should be a list with [row, col, rows, cols] per stage"))
+    if problems:
+        raise UserError(problems)
+    document = {**source.document, "pipeline": {**source.document["pipeline"], "placement": regions}}
+    included = {**source.included, "pipeline.placement": (str(path), "regions")}
+    return Source(document, source.where, source.base, source.overrides, included)
 
 
 def validate(kind: type[T], source: Source) -> T:
@@ -218,12 +253,17 @@ def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -
             problems.append(Problem("--set", path, text, f"stands in more than one place: write one of {options}"))
         else:
             source, value = sources[owners[0]], toml_value(text)
-            if parts == ["data", "path"] and isinstance(value, str):
+            if isinstance(value, str) and _is_path(parts, value):
                 value = str(Path(value).expanduser().absolute())  # a path from a shell starts where the shell is
             assign(source.document, parts, value, path)
             source.overrides.add(".".join(parts))
     if problems:
         raise UserError(problems)
+
+
+def _is_path(parts: Sequence[str], value: str) -> bool:
+    """Whether a key that stands in a file is a path relative to it."""
+    return parts == ["data", "path"] or (parts == ["pipeline", "placement"] and value.endswith(".toml"))
 
 
 def _accepts(model: type[BaseModel], parts: Sequence[str]) -> bool:
@@ -309,7 +349,8 @@ def check_file(name: str) -> str:
                 "",
                 "is neither a hardware file ([mesh], [core] ...) nor a workload ([model], [data] ...)",
             )
-    table = validate(kind, Source(read_toml(path), name, path.resolve().parent))
+    source = Source(read_toml(path), name, path.resolve().parent)
+    table = validate(kind, with_regions(source) if kind is Hardware else source)
     return f"{kind.__name__.lower()} {table.name!r} is valid"  # type: ignore[attr-defined]
 
 

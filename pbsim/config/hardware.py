@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from pbsim.config.base import Count, Name, NonNegative, Positive, Rate, Table
 
@@ -82,6 +82,13 @@ class Core(Table):
     """`shared`: one unit runs forward and backward; `split`: one unit for each."""
 
 
+def _is_placement(value: str | list[Any]) -> str | list[Any]:
+    """Whether a placement is of some kind; its regions are judged where the network is known."""
+    if isinstance(value, str) and value != "snake" and not value.endswith(".toml"):
+        raise ValueError("Input should be 'snake', a file ending in .toml, or a list of [row, col, rows, cols]")
+    return value
+
+
 class Pipeline(Table):
     """How samples move through the cores."""
 
@@ -94,8 +101,10 @@ class Pipeline(Table):
     """Which operation a free shared unit takes first."""
     allocation: Literal["uniform", "balanced"] = "uniform"
     """PEs per stage: `core.pes` each, or the whole mesh shared out in proportion to work."""
-    placement: Literal["snake"] = "snake"
-    """Cores lie along a line that folds over the mesh: stage s is a neighbour of s-1 and s+1."""
+    placement: Annotated[str | list[Any], AfterValidator(_is_placement)] = "snake"
+    """`snake`: cores lie along a line that folds over the mesh, stage s a neighbour of s-1 and s+1. Or every stage's
+    rectangle of PEs in order, `[[row, col, rows, cols], ...]`: their areas are the stages' PEs, and `allocation` is not
+    asked. Or a TOML file that holds such a list as `regions`, its path relative to this file."""
     memory: Literal["report", "enforce"] = "report"
     """`report`: overflow of a core's SRAM is reported; `enforce`: whatever finds no room waits (lockstep: an error)."""
 

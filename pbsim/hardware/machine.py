@@ -6,13 +6,16 @@ that flow through the network.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pbsim.config.hardware import Hardware
 from pbsim.errors import user_error
-from pbsim.hardware.core import StageCycles, StageLoads, stage_cycles, stage_loads, transfer_cycles
-from pbsim.hardware.fabric import Links, Route, line_ends, line_route
-from pbsim.network.network import Network
+from pbsim.hardware.allocation import InitiationInterval, Intervals, allocate, initiation_interval
+from pbsim.hardware.core import StageCycles, stage_cycles, stage_loads, transfer_cycles
+from pbsim.hardware.fabric import Links, Route, wire
+from pbsim.hardware.placement import Region, spare_regions
+from pbsim.network.network import Edge, Network, Stage
 from pbsim.optim import UpdateRule
 
 
@@ -65,16 +68,26 @@ class Channel:
 class Machine:
     """The machine, ready to be scheduled.
 
-    `stash_weights` says whether a backward reads the version that its own forward read.
+    Attributes
+    ----------
+    nodes : the fabric's rectangles of PEs: core s is node s, behind them are the spare ones that no core uses.
+    link_ends, link_wires : per directed link, the nodes it leads from and to, and the PE-to-PE links it bundles.
+    stash_weights : whether a backward reads the version that its own forward read.
+    interval : the slowest stage as the machine was laid out.
+    sram_shortfall_bytes : what the mesh lacks to give every stage the memory it needs (`balanced` alone asks).
     """
 
     hardware: Hardware
     cores: tuple[MachineCore, ...]
     channels: tuple[Channel, ...]
+    nodes: tuple[Region, ...]
     link_ends: tuple[tuple[int, int], ...]
+    link_wires: tuple[int, ...]
     host_bytes: int
     host_cycles: int
     stash_weights: bool
+    interval: InitiationInterval
+    sram_shortfall_bytes: int
 
     @property
     def stages(self) -> int:
@@ -91,44 +104,112 @@ class Machine:
         return Links(self.link_ends)
 
 
-def build_machine(hardware: Hardware, network: Network, rule: UpdateRule, where: str = "hardware") -> Machine:
+def build_machine(
+    hardware: Hardware,
+    network: Network,
+    rule: UpdateRule,
+    where: str = "hardware",
+    listed: tuple[str, str] | None = None,
+) -> Machine:
     """Lay a network out on the hardware.
+
+    Parameters
+    ----------
+    where : the hardware file, for errors.
+    listed : file and key of the list of regions, for errors, where they come from a file of their own.
 
     Raises
     ------
-    UserError : there are more stages than cores, or per-stage credits of another length.
+    UserError : the network does not fit, listed regions are wrong, or per-stage credits have another length.
     """
-    size = hardware.element_bytes
-    loads = [stage_loads(network, stage, rule) for stage in network.stages]
-    pes = allocate(hardware, network, loads, where)
-    credits = credits_per_stage(hardware, len(network.stages), where)
-    cores = []
-    for stage, load, count, credit in zip(network.stages, loads, pes, credits, strict=True):
-        weights = stage.parameter_elements * size
-        memory = CoreMemory(
-            weights=weights,
-            momentum=weights,
-            previous_weights=weights if rule.keeps_previous else 0,
-            stash=stage.stash_elements * size,
-            weight_versions=weights if rule.stash_weights else 0,
-            gradients=weights,
-            capacity=int(count * hardware.core.sram_kib * 1024),
-        )
-        cycles = stage_cycles(hardware.core, stage, load, count, size)
-        cores.append(MachineCore(stage.index, stage.name, count, cycles, memory, credit))
-    channels = tuple(
-        Channel(
-            edge.source,
-            edge.target,
-            line_route(hardware.fabric, edge.source, edge.target, edge.elements * size),
-            line_route(hardware.fabric, edge.target, edge.source, edge.gradient_elements * size),
-        )
-        for edge in network.edges
-    )
-    ends = line_ends(len(cores))
+    size, stages = hardware.element_bytes, network.stages
+    loads = [stage_loads(network, stage, rule) for stage in stages]
+    credits = credits_per_stage(hardware, len(stages), where)
     host_bytes = size * _elements(network.shapes[network.input_value])
-    host_cycles = transfer_cycles(host_bytes, hardware.host.bytes_per_cycle)
-    return Machine(hardware, tuple(cores), channels, ends, host_bytes, host_cycles, rule.stash_weights)
+    memories = [_memory(stage, rule, size) for stage in stages]
+    buffers = buffer_bytes(hardware, network.edges, host_bytes, len(stages))
+    needs = [
+        required_bytes(memory, samples) + buffer
+        for memory, samples, buffer in zip(memories, expected_samples(hardware, credits), buffers, strict=True)
+    ]
+    messages = [
+        message
+        for edge in network.edges
+        for message in (
+            (edge.source, edge.target, edge.elements * size),
+            (edge.target, edge.source, edge.gradient_elements * size),
+        )
+    ]
+    intervals = Intervals(hardware, stages, loads)
+    allocation = allocate(hardware, intervals, needs, messages, where, listed)
+    cores = []
+    for stage, load, memory, region, credit in zip(stages, loads, memories, allocation.regions, credits, strict=True):
+        cycles = stage_cycles(hardware.core, stage, load, region.pes, size)
+        memory = replace(memory, capacity=int(region.pes * hardware.core.sram_kib * 1024))
+        cores.append(MachineCore(stage.index, stage.name, region.pes, cycles, memory, credit))
+    wiring = wire(hardware.fabric, [*allocation.regions, *spare_regions(hardware.mesh, allocation.regions)], messages)
+    pairs = zip(wiring.routes[::2], wiring.routes[1::2], strict=True)
+    channels = tuple(Channel(forward.source, forward.target, forward, gradient) for forward, gradient in pairs)
+    return Machine(
+        hardware,
+        tuple(cores),
+        channels,
+        wiring.nodes,
+        wiring.ends,
+        wiring.wires,
+        host_bytes,
+        transfer_cycles(host_bytes, hardware.host.bytes_per_cycle),
+        rule.stash_weights,
+        initiation_interval(intervals, allocation.regions),
+        allocation.sram_shortfall_bytes,
+    )
+
+
+def _memory(stage: Stage, rule: UpdateRule, element_bytes: int) -> CoreMemory:
+    """What a stage holds, on a core without capacity yet."""
+    weights = stage.parameter_elements * element_bytes
+    return CoreMemory(
+        weights=weights,
+        momentum=weights,
+        previous_weights=weights if rule.keeps_previous else 0,
+        stash=stage.stash_elements * element_bytes,
+        weight_versions=weights if rule.stash_weights else 0,
+        gradients=weights,
+        capacity=0,
+    )
+
+
+def required_bytes(memory: CoreMemory, samples: int) -> int:
+    """Bytes that a stage holds with so many samples in flight, buffers apart."""
+    permanent = memory.weights + memory.momentum + memory.previous_weights
+    return permanent + memory.gradients + samples * (memory.stash + memory.weight_versions)
+
+
+def expected_samples(hardware: Hardware, credits: list[int | None]) -> list[int]:
+    """Samples in flight that memory is to be found for: the credits, or those of lockstep where nothing bounds them."""
+    lockstep = [2 * (len(credits) - 1 - s) + 1 for s in range(len(credits))]
+    if hardware.pipeline.timing == "lockstep":
+        return lockstep
+    return [due if credit is None else credit for credit, due in zip(credits, lockstep, strict=True)]
+
+
+def buffer_bytes(hardware: Hardware, edges: Sequence[Edge], host_bytes: int, stages: int) -> list[int]:
+    """Bytes of input and output buffers that a stage is to have, by stage.
+
+    In: one message of every channel, and of a skip edge as many as it passes stages, since they wait for the longer
+    way. Out: `output_slots` of the largest message; in lockstep one of every channel, since all are sent together.
+    """
+    size, lockstep = hardware.element_bytes, hardware.pipeline.timing == "lockstep"
+    inside, outgoing = [host_bytes] + [0] * (stages - 1), [[0] for _ in range(stages)]
+    for edge in edges:
+        distance, forward, gradient = edge.target - edge.source, edge.elements * size, edge.gradient_elements * size
+        inside[edge.target] += distance * forward
+        inside[edge.source] += distance * gradient
+        outgoing[edge.source].append(forward)
+        outgoing[edge.target].append(gradient)
+    slots = hardware.pipeline.output_slots
+    out = [sum(sizes) if lockstep else slots * max(sizes) for sizes in outgoing]
+    return [i + o for i, o in zip(inside, out, strict=True)]
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -154,46 +235,3 @@ def credits_per_stage(hardware: Hardware, stages: int, where: str) -> list[int |
             if len(credits) != stages:
                 raise user_error(where, "pipeline.credits", credits, f"should have one entry per stage, here {stages}")
             return list(credits)
-
-
-def allocate(hardware: Hardware, network: Network, loads: list[StageLoads], where: str) -> list[int]:
-    """PEs per stage.
-
-    `uniform` gives each `core.pes`. `balanced` looks for the smallest initiation interval (cycles of the slowest
-    stage per sample) that the mesh's PEs can reach, and gives every stage the fewest PEs that keep up with it.
-    """
-    mesh, core, stages, split = hardware.mesh, hardware.core, network.stages, hardware.core.units == "split"
-    if hardware.pipeline.allocation == "uniform":
-        if len(stages) * core.pes > mesh.pes:
-            raise user_error(
-                where,
-                "mesh",
-                f"{mesh.rows} x {mesh.cols}",
-                f"has {mesh.pes // core.pes} cores of {core.pes} PEs, and the network has {len(stages)} stages",
-            )
-        return [core.pes] * len(stages)
-    if len(stages) > mesh.pes:
-        raise user_error(
-            where,
-            "mesh",
-            f"{mesh.rows} x {mesh.cols}",
-            f"has {mesh.pes} PEs, and the network has {len(stages)} stages",
-        )
-
-    def interval(stage: int, pes: int) -> int:
-        return stage_cycles(core, stages[stage], loads[stage], pes, hardware.element_bytes).interval(split)
-
-    def fewest(stage: int, target: int) -> int:
-        low, high = 1, mesh.pes
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if interval(stage, middle) <= target else (middle + 1, high)
-        return low
-
-    low = max(interval(s, mesh.pes) for s in range(len(stages)))
-    high = max(interval(s, 1) for s in range(len(stages)))
-    while low < high:
-        middle = (low + high) // 2
-        fits = sum(fewest(s, middle) for s in range(len(stages))) <= mesh.pes
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return [fewest(s, low) for s in range(len(stages))]

@@ -6,12 +6,14 @@ cycles, bytes on links. It works on the stream, and keeps only what is still in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from pbsim.hardware import Links, Machine
+from pbsim.hardware import Links, Machine, Route
 from pbsim.hardware.energy import ACTIONS, EnergyAccount
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Network
@@ -81,6 +83,7 @@ class Audit:
         self._update_ends: list[IntArray] = [np.empty(0, np.int64) for _ in machine.cores]
         self._forgotten = np.zeros(machine.stages, np.int64)
         self._links = _LinkAudit(machine)
+        self._check_floorplan()
         self._last_end = 0
         self._loads = 0
 
@@ -166,6 +169,18 @@ class Audit:
     def _require(holds: bool | np.bool_, otherwise: str) -> None:
         if not holds:
             raise AuditError(f"audit: {otherwise}")
+
+    def _check_floorplan(self) -> None:
+        """Cores and spare nodes share out the mesh: every PE is in one of them."""
+        mesh, nodes = self.machine.hardware.mesh, self.machine.nodes
+        covered = np.zeros((mesh.rows, mesh.cols), np.int8)
+        for node in nodes:
+            inside = 0 <= node.row < node.end_row <= mesh.rows and 0 <= node.col < node.end_col <= mesh.cols
+            self._require(inside, f"node {node} is not on the mesh of {mesh.rows} x {mesh.cols} PEs")
+            covered[node.row : node.end_row, node.col : node.end_col] += 1
+        self._require((covered == 1).all(), "the nodes of the fabric overlap, or leave PEs out")
+        for core, node in zip(self.machine.cores, nodes, strict=False):
+            self._require(core.pes == node.pes, f"core {core.stage} has {core.pes} PEs, and its region {node.pes}")
 
     def _check_overlap(self, rows: Trace) -> None:
         """No unit runs two operations at once."""
@@ -327,6 +342,25 @@ class _LinkAudit:
         self._free_at = np.zeros(len(self.links.bytes), np.int64)
         self.bytes = np.zeros(len(self.links.bytes), np.int64)
         self.busy_cycles = np.zeros(len(self.links.bytes), np.int64)
+        for route in self._routes.values():
+            self._check_route(machine, route)
+
+    def _check_route(self, machine: Machine, route: Route) -> None:
+        """Its links lead from the source to the target, one behind the other, and none streams faster than it can."""
+        name, fabric = f"route {route.source}>{route.target}", machine.hardware.fabric
+        nodes = [route.source, *(self.links.ends[link][1] for link in route.links)]
+        leads = all(self.links.ends[link][0] == node for link, node in zip(route.links, nodes, strict=False))
+        Audit._require(leads and nodes[-1] == route.target, f"{name} does not lead there: its links pass nodes {nodes}")
+        once = len(set(nodes)) == len(nodes)
+        Audit._require(once, f"{name} passes a node twice: {nodes}")
+        in_order = all(a < b or not fabric.hop_cycles for a, b in pairwise([*route.offsets, route.latency]))
+        Audit._require(in_order, f"{name} takes its links at {route.offsets}, and arrives after {route.latency} cycles")
+        for link in route.links:
+            most = route.serialisation * machine.link_wires[link] * fabric.link_bytes_per_cycle
+            Audit._require(
+                route.size == 0 or math.isinf(fabric.link_bytes_per_cycle) or route.size <= most,
+                f"{name} puts {route.size} bytes on link {self.links.ends[link]}, which carries {most} meanwhile",
+            )
 
     def feed(self, sends: Trace, until: int) -> None:
         """Take messages; check the links up to a cycle before which no further message starts."""
@@ -368,6 +402,9 @@ class _LinkAudit:
                 carried == booked,
                 f"link {self.links.ends[link]} booked {booked}, carried {carried} (bytes, cycles)",
             )
+        hops = sum(r.size * len(r.links) * count for r, count in self.messages.items())
+        total = sum(links.bytes)
+        Audit._require(total == hops, f"the links carried {total} bytes, messages times their hops are {hops}")
 
 
 def bounds_of(machine: Machine, timing: Timing) -> Bounds:

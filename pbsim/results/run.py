@@ -29,7 +29,7 @@ class Run:
     summary : scalars of the run, as in `summary.json`.
 
     Its tables are DataFrames, each documented in docs/run-directory.md: `stages`, `operations`, `cores`, `memory`,
-    `links`, `energy`, `metrics`, `evaluations`, `events`.
+    `nodes`, `links`, `energy`, `metrics`, `evaluations`, `events`.
     """
 
     def __init__(self, path: Path, model: nn.Module | None = None, keep: object = None) -> None:
@@ -71,6 +71,11 @@ class Run:
     def memory(self) -> pd.DataFrame:
         """Peak bytes per core and category."""
         return self.table("memory")
+
+    @cached_property
+    def nodes(self) -> pd.DataFrame:
+        """Where every core lies on the mesh, and what is left of it."""
+        return self.table("nodes")
 
     @cached_property
     def links(self) -> pd.DataFrame:

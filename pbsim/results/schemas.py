@@ -93,13 +93,24 @@ MEMORY = _schema(
     Column("capacity_bytes", I64, "bytes", "SRAM of the core"),
 )
 
+NODES = _schema(
+    "one row per node of the fabric: a rectangle of PEs, of a core or spare",
+    Column("node", I64, "index", "node: the cores first, then the spare rectangles that no core uses"),
+    Column("stage", I64, "index", "the stage whose core it is; -1 for a spare one"),
+    Column("row", I64, "index", "its first row on the mesh"),
+    Column("col", I64, "index", "its first column"),
+    Column("rows", I64, "PEs", "how many rows it has"),
+    Column("cols", I64, "PEs", "how many columns it has"),
+)
+
 LINKS = _schema(
-    "one row per directed link between neighbouring cores",
-    Column("source", I64, "index", "core it leads from"),
-    Column("target", I64, "index", "core it leads to"),
+    "one row per directed link between neighbouring nodes that is on the way of some message",
+    Column("source", I64, "index", "node it leads from"),
+    Column("target", I64, "index", "node it leads to"),
     Column("bytes", I64, "bytes", "carried during the run"),
     Column("busy_cycles", I64, "cycles", "held by a message"),
     Column("utilization", F64, "fraction", "busy_cycles / the run's cycles"),
+    Column("wires", I64, "wires", "PE-to-PE links that it bundles, each of link_bytes_per_cycle"),
 )
 
 ENERGY = _schema(
@@ -156,6 +167,7 @@ TABLES = {
     "operations": OPERATIONS,
     "cores": CORES,
     "memory": MEMORY,
+    "nodes": NODES,
     "links": LINKS,
     "energy": ENERGY,
     "metrics": METRICS,

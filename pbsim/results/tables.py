@@ -7,6 +7,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
+from pbsim.hardware import Machine
 from pbsim.hardware.core import OPERATIONS
 from pbsim.hardware.datapaths import DATAPATHS
 from pbsim.hardware.energy import ACTIONS, EnergyAccount
@@ -16,6 +17,8 @@ from pbsim.results.audit import DelayStatistics
 from pbsim.schedule import Timing
 
 Rows = list[dict[str, Any]]
+NAMED_MESSAGES = 4
+"""So many of the messages on a link are named."""
 
 
 def stage_rows(network: Network, timing: Timing, delays: DelayStatistics) -> Rows:
@@ -91,6 +94,14 @@ def memory_rows(timing: Timing) -> Rows:
     return rows
 
 
+def node_rows(machine: Machine) -> Rows:
+    """Rows of `nodes.parquet`."""
+    return [
+        {"node": node, "stage": node if node < machine.stages else -1, **asdict(region)}
+        for node, region in enumerate(machine.nodes)
+    ]
+
+
 def link_rows(timing: Timing) -> Rows:
     """Rows of `links.parquet`."""
     rows = []
@@ -103,6 +114,7 @@ def link_rows(timing: Timing) -> Rows:
                 "bytes": size,
                 "busy_cycles": busy,
                 "utilization": busy / timing.cycles,
+                "wires": timing.machine.link_wires[link],
             }
         )
     return rows
@@ -153,11 +165,25 @@ def bottleneck(timing: Timing) -> tuple[int, str]:
     found = [(busiest.busy, f"core of stage {core.stage} {core.name!r}{unit}")]
     if timing.links.busy_cycles:
         link = max(range(len(timing.links.busy_cycles)), key=timing.links.busy_cycles.__getitem__)
-        source, target = timing.links.ends[link]
-        found.append((timing.links.busy_cycles[link], f"link from core {source} to core {target}"))
+        found.append((timing.links.busy_cycles[link], link_name(timing.machine, link)))
     found.append((timing.samples * timing.machine.host_cycles, "host"))
     busy, name = max(found, key=lambda item: item[0])
     return core.stage, f"{name}, busy {busy / timing.cycles:.1%} of the run"
+
+
+def link_name(machine: Machine, link: int) -> str:
+    """A link in words: its ends, its width, and whose messages take it."""
+    source, target = (_node_name(machine, node) for node in machine.link_ends[link])
+    wires = machine.link_wires[link]
+    routes = (route for channel in machine.channels for route in (channel.forward, channel.gradient))
+    messages = [f"{route.source}>{route.target}" for route in routes if link in route.links]
+    more = f" and {len(messages) - NAMED_MESSAGES} more" if len(messages) > NAMED_MESSAGES else ""
+    carried = f"messages {', '.join(messages[:NAMED_MESSAGES])}{more}"
+    return f"link from {source} to {target} ({wires} wire{'s' * (wires > 1)}, {carried})"
+
+
+def _node_name(machine: Machine, node: int) -> str:
+    return f"core {node}" if node < machine.stages else f"spare node {node} at {machine.nodes[node]}"
 
 
 def overflows(timing: Timing) -> list[int]:
@@ -170,6 +196,7 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
     """The scalars of `summary.json` that the timing plane knows."""
     seconds = timing.cycles / (timing.machine.hardware.clock_ghz * 1e9)
     stage, name = bottleneck(timing)
+    interval = timing.machine.interval
     return {
         "samples": timing.samples,
         "cycles": timing.cycles,
@@ -178,10 +205,13 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
         "utilization": utilization(timing),
         "bottleneck_stage": stage,
         "bottleneck": name,
-        "initiation_interval_cycles": max(core.cycles.interval(timing.machine.split) for core in timing.machine.cores),
+        "initiation_interval_cycles": interval.cycles,
+        "initiation_interval_stage": interval.stage,
+        "initiation_interval_with_one_more_pe_cycles": interval.with_one_more_pe,
         "step_cycles": timing.step_cycles,
         "peak_memory_bytes": timing.ledger.machine_peak,
         "overflowing_cores": overflows(timing),
+        "sram_shortfall_bytes": timing.machine.sram_shortfall_bytes,
         "noc_bytes": sum(timing.links.bytes),
     }
 

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +15,8 @@ from rich.table import Table
 from pbsim.results.run import FIGURE, Run
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from pbsim.experiment import Report
 
 LINE_EVERY_SECONDS = 10.0
@@ -111,6 +113,9 @@ def rows(run: Run) -> list[tuple[str, str]]:
     memory = f"{s['peak_memory_bytes']:,} bytes"
     if overflowing:
         memory += f"; over the SRAM of core{'s' * (len(overflowing) > 1)} {', '.join(map(str, overflowing))}"
+    if s["sram_shortfall_bytes"]:
+        memory += f"; the mesh lacks {s['sram_shortfall_bytes']:,} bytes of SRAM: PEs were shared out by work alone"
+    stages = run.stages.sort_values("stage")
     lines += [
         ("samples", f"{s['samples']:,}"),
         ("cycles", f"{s['cycles']:,}"),
@@ -119,6 +124,7 @@ def rows(run: Run) -> list[tuple[str, str]]:
         ("samples per second", f"{s['samples_per_second']:,.0f}"),
         ("utilization", f"{s['utilization']:.1%}"),
         ("bottleneck", s["bottleneck"]),
+        ("initiation interval", _interval(s, stages.iloc[s["initiation_interval_stage"]])),
         ("peak memory", memory),
         ("fabric traffic", f"{s['noc_bytes']:,} bytes"),
         *_energy(run),
@@ -126,7 +132,6 @@ def rows(run: Run) -> list[tuple[str, str]]:
     if s["trace_samples"] < s["samples"]:
         lines.append(("trace kept", f"of the first {s['trace_samples']:,} samples (--trace all keeps everything)"))
     lines += [("note", note) for note in s["notes"]]
-    stages = run.stages.sort_values("stage")
     last = len(stages) - 1
     for label, stage in dict.fromkeys([("first", 0), ("middle", last // 2), ("last", last)]):
         row = stages.iloc[stage]
@@ -159,6 +164,14 @@ def _why_zero(run: Run, action: str) -> str:
     if rows["picojoules_each"].isna().any():
         return "no entry"
     return "0 pJ" if rows["count"].sum() else "did not happen"
+
+
+def _interval(summary: dict[str, Any], stage: pd.Series[Any]) -> str:
+    """The cores' pace, the stage that sets it, and what one more PE there would buy."""
+    cycles, better = (summary[f"initiation_interval_{key}"] for key in ("cycles", "with_one_more_pe_cycles"))
+    gain = f"{better:,} with one more PE there" if better < cycles else "one more PE there would not shorten it"
+    pes = f"{stage['pes']:,} PE{'' if stage['pes'] == 1 else 's'}"
+    return f"{cycles:,} cycles: stage {stage['stage']} {stage['name']!r} on {pes}; {gain}"
 
 
 def _number(value: float | None) -> str:

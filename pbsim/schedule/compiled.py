@@ -765,10 +765,8 @@ def _go_on(
     """Begin what a unit's plan has next: F and its messages; or Bx, its messages, Bw and perhaps U."""
     record, sample = p[P_RECORD], unit[T_SAMPLE]
     backward = unit[T_BACKWARD]
-    if backward:
-        sends = passed_back_start[s + 1] - passed_back_start[s]
-    else:
-        sends = result_start[s + 1] - result_start[s]
+    starts = passed_back_start if backward else result_start
+    sends = starts[s + 1] - starts[s]
     while True:
         step = unit[T_STEP]
         if 1 <= step <= sends:
