@@ -355,7 +355,8 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
     from pbsim.schedule import Chunk, run_pipeline
 
     settings, workload = setup.resolved.settings, setup.resolved.workload
-    timing, chunks = run_pipeline(setup.machine, setup.batches)
+    kept = writer.window if settings.timing_only and writer.window < setup.total else None
+    timing, chunks = run_pipeline(setup.machine, setup.batches, engine=settings.engine, kept=kept)
     audit = Audit(setup.machine, setup.network, timing)
     window = writer.window if settings.timing_only else None
     metrics = MetricsStream(writer, setup.lr, settings.seed, setup.epoch_samples, window)
@@ -368,7 +369,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             writer.events(chunk.rows)
             metrics.timed(records)
             done += len(records)
-            progress(Report(done, setup.total, chunk.until, latest))
+            progress(Report(max(done, timing.entered), setup.total, chunk.until, latest))
             yield chunk
 
     evaluations: list[dict[str, Any]] = []
@@ -394,14 +395,13 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         writer.weights("initial.safetensors", before)
         writer.weights("weights.safetensors", _state(setup.module))
     bounds = audit.finish()
-    energy = energy_account(
-        setup.machine, pipelined(setup.machine, timing.samples, updates=timing.samples, cycles=timing.cycles)
-    )
+    executed = pipelined(setup.machine, timing.samples, setup.batches.count, timing.cycles)
+    energy = energy_account(setup.machine, executed)
     if energy is not None:
         audit.check_energy(energy)
     last = evaluations[-1] if evaluations else {}
     diverged = metrics.diverged or not np.isfinite(last.get("loss", 0.0))
-    writer.table("stages", stage_rows(setup.network, timing, audit.delays))
+    writer.table("stages", stage_rows(setup.network, timing))
     writer.table("operations", operation_rows(timing))
     writer.table("cores", core_rows(timing))
     writer.table("memory", memory_rows(timing))

@@ -17,7 +17,7 @@ from pbsim.hardware import Machine, Route
 from pbsim.network.network import Work
 from pbsim.results.audit import Audit, audited
 from pbsim.results.tables import bottleneck
-from pbsim.schedule import run_pipeline
+from pbsim.schedule import Batches, run_pipeline
 from pbsim.schedule.trace import Op
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -148,7 +148,7 @@ def test_routes_lead_where_they_should_and_are_as_long_as_the_walk(case):
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(cases(), st.integers(1, 60))
 def test_the_audit_passes_on_any_placement(case, chunk_rows):
-    timing, chunks = run_pipeline(case.machine, case.samples, chunk_rows)
+    timing, chunks = run_pipeline(case.machine, Batches(case.samples), chunk_rows)
     audit = Audit(case.machine, case.net, timing)
     for _ in audited(chunks, audit):
         pass
@@ -292,7 +292,7 @@ def vector_machines(draw: st.DrawFn) -> tuple[dict[str, object], dict[str, objec
 
 
 def lockstep_cycles(net: dict, keys: dict, samples: int = 4) -> int:
-    timing, chunks = run_pipeline(machine(chain(**net), "mesh", **keys), samples)
+    timing, chunks = run_pipeline(machine(chain(**net), "mesh", **keys), Batches(samples))
     assert sum(len(chunk.rows) for chunk in chunks)
     return timing.cycles
 

@@ -29,7 +29,7 @@ from pbsim.hardware.placement import (
 from pbsim.network.network import Network, Work
 from pbsim.optim import UpdateRule
 from pbsim.results.tables import overflows
-from pbsim.schedule import run_pipeline
+from pbsim.schedule import Batches, run_pipeline
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -281,7 +281,7 @@ def test_where_floors_fit_every_core_has_the_memory_that_lockstep_uses(net, sram
     needed = sum(core.memory.weights for core in made.cores)
     assert made.sram_shortfall_bytes > 0 or needed <= 30 * sram_kib * 1024
     if timing == "lockstep" and not made.sram_shortfall_bytes:
-        result, chunks = run_pipeline(made, 3 * len(net.stages))
+        result, chunks = run_pipeline(made, Batches(3 * len(net.stages)))
         assert list(chunks)
         assert overflows(result) == []
 

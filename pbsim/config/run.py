@@ -28,6 +28,8 @@ class Settings(Table):
     trace: Annotated[str, AfterValidator(_is_trace)] | None = None
     """How much of the trace is kept: `all`, `first:N` samples or `none`; by default all up to 5 million events."""
     backend: Literal["numba", "torch"] = "numba"
+    engine: Literal["auto", "simpy", "compiled"] = "auto"
+    """Of the timing: the SimPy model, or the compiled engine of the same rules; by default by the length of the run."""
     samples: Count | None = None
     """Training samples of the run, over as many epochs as it takes; excludes `epochs`."""
     epochs: Count | None = None

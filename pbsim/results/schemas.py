@@ -90,6 +90,7 @@ MEMORY = _schema(
     Column("core", I64, "index", "core"),
     Column("category", TEXT, "", "what the memory is used for; total for all together"),
     Column("peak_bytes", I64, "bytes", "highest level during the run"),
+    Column("peak_cycle", I64, "cycle", "the first at whose end it was held"),
     Column("capacity_bytes", I64, "bytes", "SRAM of the core"),
 )
 

@@ -13,7 +13,6 @@ from pbsim.hardware.datapaths import DATAPATHS
 from pbsim.hardware.energy import ACTIONS, EnergyAccount
 from pbsim.hardware.memory import Category
 from pbsim.network.network import Network
-from pbsim.results.audit import DelayStatistics
 from pbsim.schedule import Timing
 
 Rows = list[dict[str, Any]]
@@ -21,10 +20,12 @@ NAMED_MESSAGES = 4
 """So many of the messages on a link are named."""
 
 
-def stage_rows(network: Network, timing: Timing, delays: DelayStatistics) -> Rows:
+def stage_rows(network: Network, timing: Timing) -> Rows:
     """Rows of `stages.parquet`."""
     rows = []
-    for stage, core, (mean, least, most) in zip(network.stages, timing.machine.cores, delays.table(), strict=True):
+    for stage, core, (mean, least, most) in zip(
+        network.stages, timing.machine.cores, timing.delays.table(), strict=True
+    ):
         rows.append(
             {
                 "stage": stage.index,
@@ -80,16 +81,18 @@ def memory_rows(timing: Timing) -> Rows:
     """Rows of `memory.parquet`."""
     rows = []
     for core in timing.machine.cores:
-        peaks = {category.label: timing.ledger.peak[core.stage][category] for category in Category}
-        peaks["total"] = timing.ledger.core_peak[core.stage]
+        ledger, s = timing.ledger, core.stage
+        peaks = {category.label: (ledger.peak[s][category], ledger.peak_cycle[s][category]) for category in Category}
+        peaks["total"] = (ledger.core_peak[s], ledger.core_peak_cycle[s])
         rows += [
             {
                 "core": core.stage,
                 "category": label,
                 "peak_bytes": peak,
+                "peak_cycle": cycle,
                 "capacity_bytes": core.memory.capacity,
             }
-            for label, peak in peaks.items()
+            for label, (peak, cycle) in peaks.items()
         ]
     return rows
 
@@ -209,6 +212,8 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
         "initiation_interval_stage": interval.stage,
         "initiation_interval_with_one_more_pe_cycles": interval.with_one_more_pe,
         "step_cycles": timing.step_cycles,
+        "steady_state": asdict(timing.steady_state) if timing.steady_state else None,
+        "estimate": asdict(timing.estimate) if timing.estimate else None,
         "peak_memory_bytes": timing.ledger.machine_peak,
         "overflowing_cores": overflows(timing),
         "sram_shortfall_bytes": timing.machine.sram_shortfall_bytes,

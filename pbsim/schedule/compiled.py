@@ -21,6 +21,7 @@ from numba import njit
 from pbsim.hardware.machine import Machine
 from pbsim.hardware.memory import PERMANENT, Category
 from pbsim.schedule.batches import Batches
+from pbsim.schedule.timing import Waits
 from pbsim.schedule.trace import COLUMNS, IntArray, Op
 
 F, BX, BW, U = int(Op.FORWARD), int(Op.INPUT_GRADIENT), int(Op.WEIGHT_GRADIENT), int(Op.UPDATE)
@@ -275,6 +276,36 @@ class Engine:
             versions = np.concatenate(read)
         parts = [cores.ravel(), units.ravel(), events.ravel(), *reservations, ready.ravel(), host, versions]
         return np.concatenate([*parts, self.arrived - sample]).astype(np.int64)
+
+    def waits(self) -> Iterator[Waits]:
+        """What every core waits for that has not finished; the words are those of the SimPy model."""
+        split, plan = bool(self.parameters[P_SPLIT]), self.plan
+        for s, (core, state) in enumerate(zip(plan.cores.tolist(), self.core_state.tolist(), strict=True)):
+            units = self.unit_state[s, : 2 if split else 1]
+            if (units[:, T_STATE] == OVER).all():
+                continue
+            in_flight, free = state[S_STARTED] - state[S_DONE], core[C_CAPACITY] - state[S_LEVEL]
+            ready = max(0, state[S_BACKWARD_READY] - state[S_BACKWARDS])
+            waits = Waits(s, free, in_flight, state[S_DONE], ready)
+            waiting = [unit for unit in units if unit[T_STATE] == WAITING]
+            for unit in sorted(waiting, key=lambda unit: (unit[T_TIME], unit[T_SAMPLE]))[:1]:
+                tables = (plan.results, plan.result_start, plan.passed_back, plan.passed_back_start)
+                route = plan.routes[_message(s, unit, *tables)].tolist()
+                waits.output(int(unit[T_SAMPLE]), route[R_TARGET], route[R_SIZE], slot=state[S_SLOTS] > 0)
+            enforced, needed = bool(self.parameters[P_ENFORCED]), 0 if state[S_HOLDS] else core[C_GRADIENTS]
+            growth = core[C_STASH] + core[C_VERSIONS] - core[C_ACTIVATION]
+            if ready and enforced and needed > free:
+                waits.backward(state[S_BACKWARDS], needed)
+            if _forward_due(s, self.parameters, self.core_state):
+                if enforced and growth > free:
+                    waits.forward(state[S_STARTED], growth)
+                elif 0 <= core[C_CREDITS] <= in_flight:
+                    waits.credit(state[S_STARTED], core[C_CREDITS])
+            for _, source, sample, target, route in self.ready[: self.scalars[READY]].tolist():
+                if source == s:
+                    left = int(plan.cores[target, C_CAPACITY] - self.core_state[target, S_LEVEL])
+                    waits.message(sample, int(plan.routes[route, R_SIZE]), target, left)
+            yield waits
 
     def take_rows(self) -> IntArray:
         """The rows recorded since the last call, (n, columns)."""

@@ -19,7 +19,6 @@ from typing import cast
 import simpy
 from simpy.events import EventPriority
 
-from pbsim.errors import Problem
 from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category
@@ -36,6 +35,7 @@ from pbsim.schedule.timing import (
     Recorder,
     Timing,
     UnitCycles,
+    Waits,
     fire,
 )
 from pbsim.schedule.trace import Op
@@ -381,45 +381,27 @@ class DataflowCore(CoreState):
         for unit in self.units:
             unit.wake()
 
-    def waits_for(self) -> str:
+    def waits(self) -> Waits:
         """For a deadlock's message: what this core has, and what it waits for."""
-        ledger = self.model.timing.ledger
-        free = self.capacity - ledger.level(self.stage)
-        waits = []
+        ledger, ready = self.model.timing.ledger, len(self.backward_ready)
+        waits = Waits(self.stage, self.capacity - ledger.level(self.stage), self.in_flight, self.done, ready)
         if self.waiting:
-            _, sample, target, route, _granted = self.waiting[0]
-            room = "a slot" if not self.free_slots else f"{route.size} bytes ({free} free)"
-            waits.append(f"sample {sample} waits for {room} of the output buffer, to leave for stage {target}")
+            _since, sample, target, route, _granted = self.waiting[0]
+            waits.output(sample, target, route.size, slot=self.free_slots > 0)
         if self.backward_ready and not self.has_room(self.missing_gradient_bytes):
-            need = self.missing_gradient_bytes
-            waits.append(f"the backward of sample {self.backward_ready[0]} waits for {need} bytes ({free} free)")
+            waits.backward(self.backward_ready[0], self.missing_gradient_bytes)
         forward = self._next_forward()
         if forward is not None and not self.has_room(self._forward_growth):
-            waits.append(f"the forward of sample {forward} waits for {self._forward_growth} bytes ({free} free)")
-        elif forward is not None and not self._may_forward():
-            waits.append(f"the forward of sample {forward} waits for one of {self.credits} credits")
-        for _, source, sample, target, route in self.model.fabric.ready:
+            waits.forward(forward, self._forward_growth)
+        elif forward is not None and self.credits is not None and not self._may_forward():
+            waits.credit(forward, self.credits)
+        for _ready, source, sample, target, route in self.model.fabric.ready:
             if source == self.stage:
                 there = self.model.cores[target]
-                left = there.capacity - ledger.level(target)
-                buffer = f"{route.size} bytes of the input buffer of core {target} ({left} free)"
-                waits.append(f"a message of sample {sample} waits for {buffer}")
+                waits.message(sample, route.size, target, there.capacity - ledger.level(target))
         if self.order:
-            op, due = self.order[-1]
-            what = "the activation" if op == Op.FORWARD else "the gradient"
-            waits.append(f"its order has {op.label} of sample {due} next, and waits for {what}")
-        elif not waits:
-            waits.append(f"waits for {self._missing_message()}")
-        state = f"{self.in_flight} in flight, {self.done} done"
-        return f"deadlock: {'; '.join(waits)} ({state})"
-
-    def _missing_message(self) -> str:
-        """The oldest thing that has not come."""
-        if self.in_flight > len(self.backward_ready):
-            return f"the gradient of sample {self.done}"
-        if self.stage == 0:
-            return f"sample {self.done} from the host"
-        return f"the activation of sample {self.done + self.in_flight}"
+            waits.ordered(*self.order[-1])
+        return waits
 
 
 class DataflowPipeline:
@@ -475,7 +457,7 @@ class DataflowPipeline:
         """Complete the accounts at the end; raises `DeadlockError` if the machine stopped before it was done."""
         if self.unfinished:
             waiting = [core for core in self.cores if self.unfinished.intersection(core.units)]
-            raise DeadlockError(Problem("schedule", f"core {core.stage}", "", core.waits_for()) for core in waiting)
+            raise DeadlockError(core.waits().problem() for core in waiting)
         self.timing.ledger.settle()
         self.timing.cycles = max(self.finished_at.values())
         for unit, end in self.finished_at.items():

@@ -18,17 +18,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from pbsim.errors import Problem
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.schedule import compiled
 from pbsim.schedule.batches import Batches
 from pbsim.schedule.compiled import Engine
 from pbsim.schedule.lockstep import LockstepPipeline
 from pbsim.schedule.timing import Clock, DeadlockError, Estimate, Recorder, SteadyState, Timing
-from pbsim.schedule.trace import COLUMNS, Chunk, IntArray, Trace
+from pbsim.schedule.trace import COLUMNS, EMPTY, Chunk, IntArray, Trace
 
 EVENT_BUDGET = 150_000_000
 """Events after which a run whose trace nobody reads is estimated, if it has shown no repetition."""
+PROGRESS_EVENTS = 2_000_000
+"""Events between signs of life."""
+HASHED_EVENTS = 2_000
+"""Events between looks at the state, about; a look costs as much as some hundred events."""
 WINDOWS = 8
 """Windows whose spread an estimate reports."""
 TAIL = 4
@@ -128,10 +131,14 @@ class CompiledRun:
     def _run(self, sample: int) -> Iterator[Chunk]:
         """Run until a sample has entered (-1: to the end)."""
         while True:
-            code = self.engine.advance(until_sample=sample)
+            code = self.engine.advance(until_sample=sample, until_events=self.engine.events + PROGRESS_EVENTS)
             yield from self._take(final=code == compiled.DONE)
+            self.timing.entered = int(self.engine.scalars[compiled.ENTERED]) + 1
+            if code == compiled.EVENTS_SPENT:
+                yield Chunk(EMPTY, self.engine.now + self.shift.cycles)
+                continue
             if code == compiled.DEADLOCK:
-                raise DeadlockError(Problem("schedule", "", "", "deadlock"))
+                raise DeadlockError(waits.problem() for waits in self.engine.waits())
             if code != compiled.ROWS_FULL:
                 return
 
@@ -152,7 +159,7 @@ class CompiledRun:
         engine, samples = self.engine, self.batches.samples
         seen: dict[int, int] = {}
         checkpoints: list[tuple[int, Counters]] = []
-        sample = 0
+        sample, stride = 0, max(1, HASHED_EVENTS // events_per_sample(self.machine))
         while sample < samples - TAIL:
             yield from self._run(sample)
             key = engine.state_hash(sample)
@@ -172,7 +179,7 @@ class CompiledRun:
                 if len(checkpoints) > WINDOWS and not engine.recording:
                     self._estimate(checkpoints)
                     return
-            sample += 1
+            sample += stride
 
     def _drained(self, shorter: Shortened) -> Iterator[Chunk]:
         """Run a shorter run of the same batches, and add those that it leaves out.
@@ -412,6 +419,11 @@ ACCOUNTS = (
     "idle",
 )
 """The columns of an engine's accounts, as `UnitCycles` names them."""
+
+
+def events_per_sample(machine: Machine) -> int:
+    """Events of one sample: the ends of its operations, the leaving and arriving of its messages."""
+    return 4 * machine.stages + 4 * len(machine.channels) + 1
 
 
 def whole_batches(batches: Batches, kept: int | None) -> int | None:

@@ -16,12 +16,12 @@ import numpy as np
 import simpy
 from simpy.events import EventPriority
 
-from pbsim.errors import UserError
+from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Links
 from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Category, Ledger
 from pbsim.schedule.batches import Batches
-from pbsim.schedule.trace import COLUMNS, Chunk, Trace
+from pbsim.schedule.trace import COLUMNS, Chunk, Op, Trace
 
 LOAD = EventPriority(2)
 """After all completions and arrivals of a cycle (SimPy's NORMAL is 1): the host sends if it can."""
@@ -192,6 +192,7 @@ class Timing:
     delays : measured per stage.
     step_cycles : length of a lockstep step; None in dataflow.
     all_rows : whether the trace that was handed out is the whole one.
+    entered : samples that have entered stage 0 so far, where the trace does not show it.
     steady_state, estimate : how the run was continued without events, if it was.
     """
 
@@ -205,6 +206,7 @@ class Timing:
     cycles: int = 0
     step_cycles: int | None = None
     all_rows: bool = True
+    entered: int = 0
     steady_state: SteadyState | None = None
     estimate: Estimate | None = None
 
@@ -302,3 +304,61 @@ class CoreState:
 
 class DeadlockError(UserError):
     """The simulation cannot proceed; the message names who waits for what."""
+
+
+@dataclass
+class Waits:
+    """What a core that cannot go on has, and what it waits for: the words of a deadlock's message.
+
+    Attributes
+    ----------
+    free : bytes of its memory; says something only where memory is enforced.
+    reasons : what it waits for.
+    """
+
+    stage: int
+    free: int
+    in_flight: int
+    done: int
+    backward_ready: int
+    reasons: list[str] = field(default_factory=list)
+
+    def output(self, sample: int, target: int, size: int, *, slot: bool) -> None:
+        """A result waits to enter the output buffer, for room if it has a slot."""
+        room = f"{size} bytes ({self.free} free)" if slot else "a slot"
+        self.reasons.append(f"sample {sample} waits for {room} of the output buffer, to leave for stage {target}")
+
+    def backward(self, sample: int, size: int) -> None:
+        """A backward waits for room for the gradient of the weights."""
+        self.reasons.append(f"the backward of sample {sample} waits for {size} bytes ({self.free} free)")
+
+    def forward(self, sample: int, size: int) -> None:
+        """A forward waits for room for its stash."""
+        self.reasons.append(f"the forward of sample {sample} waits for {size} bytes ({self.free} free)")
+
+    def credit(self, sample: int, credits: int) -> None:
+        """A forward waits for a credit."""
+        self.reasons.append(f"the forward of sample {sample} waits for one of {credits} credits")
+
+    def message(self, sample: int, size: int, target: int, free: int) -> None:
+        """A message waits for room at its target."""
+        buffer = f"{size} bytes of the input buffer of core {target} ({free} free)"
+        self.reasons.append(f"a message of sample {sample} waits for {buffer}")
+
+    def ordered(self, op: Op, sample: int) -> None:
+        """An order made by hand has something next that is not ready."""
+        what = "the activation" if op == Op.FORWARD else "the gradient"
+        self.reasons.append(f"its order has {op.label} of sample {sample} next, and waits for {what}")
+
+    def problem(self) -> Problem:
+        """The core's line of a deadlock's message; without another reason it waits for what has not come."""
+        if not self.reasons:
+            if self.in_flight > self.backward_ready:
+                missing = f"the gradient of sample {self.done}"
+            elif self.stage == 0:
+                missing = f"sample {self.done} from the host"
+            else:
+                missing = f"the activation of sample {self.done + self.in_flight}"
+            self.reasons.append(f"waits for {missing}")
+        state = f"{self.in_flight} in flight, {self.done} done"
+        return Problem("schedule", f"core {self.stage}", "", f"deadlock: {'; '.join(self.reasons)} ({state})")
