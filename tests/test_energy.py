@@ -26,7 +26,7 @@ from pbsim.hardware.energy import (
 )
 from pbsim.results.audit import Audit, AuditError
 from pbsim.results.terminal import rows
-from pbsim.schedule import run_pipeline
+from pbsim.schedule import Batches, run_pipeline
 
 SAMPLES = 5
 SMALL = {
@@ -191,7 +191,7 @@ def test_energy_is_the_sum_of_counts_times_entries():
 def audited_run() -> tuple[Audit, EnergyAccount]:
     net = chain(4, elements=[3, 5, 2, 4, 1], skips=((0, 3),))
     made = machine(net, "mesh", core__pes=2, pipeline__allocation="uniform")
-    timing, chunks = run_pipeline(made, SAMPLES)
+    timing, chunks = run_pipeline(made, Batches(SAMPLES))
     audit = Audit(made, net, timing)
     for chunk in chunks:
         audit.watch(chunk)

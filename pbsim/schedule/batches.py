@@ -7,7 +7,7 @@ stage wait for that update. Batches do not reach over the end of an epoch: its l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,3 +83,51 @@ class Batches:
         """Samples of each batch."""
         first, epoch_end = self.firsts(batches), (batches // self.per_epoch + 1) * self.epoch
         return np.asarray(np.minimum(np.minimum(first + self.size, epoch_end), self.samples) - first)
+
+
+def whole_batches(batches: Batches, kept: int | None) -> int | None:
+    """So many samples, or as many more as their last batch has."""
+    return batches.end(batches.index(min(kept, batches.samples) - 1)) if kept else kept
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A shorter run of a drained schedule, and what to add to it.
+
+    Attributes
+    ----------
+    repeats : what the run between the entries of two samples adds to all counters is missing so many times.
+    """
+
+    batches: Batches
+    repeats: tuple[tuple[int, int, int], ...]
+
+
+BATCHES_KEPT = 5
+"""Full batches that each epoch of a shortened run has at least."""
+EPOCHS_KEPT = 3
+"""Epochs of a shortened run, where there are more."""
+
+
+def shortened(batches: Batches, kept: int) -> Shortened | None:
+    """Leave full batches out of every epoch, and whole epochs, of a drained schedule; None where it is short."""
+    if not batches.drained:
+        return None
+    full, rest = divmod(batches.epoch, batches.size)
+    epochs, tail = divmod(batches.samples, batches.epoch)
+    keep = min(full, max(BATCHES_KEPT, -(-kept // batches.size) + 2))
+    shorter_epoch = keep * batches.size + rest
+    some_epochs = min(epochs, EPOCHS_KEPT if keep < full else max(EPOCHS_KEPT, -(-kept // batches.epoch) + 2))
+    full_tail, rest_tail = divmod(tail, batches.size)
+    kept_tail = min(full_tail, keep)
+    samples = some_epochs * shorter_epoch + kept_tail * batches.size + rest_tail
+    if samples >= batches.samples:
+        return None
+    missing_batches = epochs * (full - keep) + full_tail - kept_tail
+    repeats = []
+    if missing_batches:
+        start = (keep - 2) * batches.size
+        repeats.append((start, start + batches.size, missing_batches))
+    if epochs > some_epochs:
+        repeats.append((shorter_epoch, 2 * shorter_epoch, epochs - some_epochs))
+    return Shortened(replace(batches, samples=samples, epoch_samples=shorter_epoch), tuple(repeats))

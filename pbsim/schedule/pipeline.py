@@ -9,7 +9,8 @@ from pbsim.hardware.machine import Machine
 from pbsim.schedule.batches import Batches
 from pbsim.schedule.dataflow import DataflowPipeline, Order
 from pbsim.schedule.lockstep import LockstepPipeline
-from pbsim.schedule.steady import CompiledRun, LongLockstep
+from pbsim.schedule.lockstep_long import LongLockstep
+from pbsim.schedule.steady import CompiledRun
 from pbsim.schedule.timing import Clock, Recorder, Timing
 from pbsim.schedule.trace import Chunk
 

@@ -6,27 +6,28 @@ sample enters stage 0; where a hash comes back, the states themselves are compar
 equal futures as long as samples keep coming: the regime is proved, and everything that one period does is done again by
 arithmetic, period after period, until only a tail is left, which is simulated.
 
-Where memory of the states runs on without a repetition, a run whose trace nobody reads is continued from its last
-windows instead, and marked as an estimate.
+Buffers can take millions of samples to fill where stages are nearly equal. A run whose trace nobody reads is then
+continued at the pace of its last windows instead, and marked as an estimate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from pbsim.hardware.machine import Machine, MachineCore
+from pbsim.hardware.fabric import Route
+from pbsim.hardware.machine import Machine
 from pbsim.schedule import compiled
-from pbsim.schedule.batches import Batches
+from pbsim.schedule.batches import Shortened, shortened, whole_batches
 from pbsim.schedule.compiled import Engine
-from pbsim.schedule.lockstep import LockstepPipeline
-from pbsim.schedule.timing import Clock, DeadlockError, Estimate, Recorder, SteadyState, Timing
-from pbsim.schedule.trace import COLUMNS, EMPTY, Chunk, IntArray, Trace
+from pbsim.schedule.timing import DeadlockError, Estimate, SteadyState, Timing
+from pbsim.schedule.trace import COLUMNS, EMPTY, Chunk, IntArray, Shift
 
-EVENT_BUDGET = 150_000_000
+EVENT_BUDGET = 60_000_000
 """Events after which a run whose trace nobody reads is estimated, if it has shown no repetition."""
 PROGRESS_EVENTS = 2_000_000
 """Events between signs of life."""
@@ -36,7 +37,6 @@ WINDOWS = 8
 """Windows whose spread an estimate reports."""
 TAIL = 4
 """Samples that are simulated behind the last period: the host has then not yet met the end."""
-START, END, SAMPLE, VERSION = (COLUMNS.index(name) for name in ("start", "end", "sample", "version"))
 
 
 @dataclass(frozen=True)
@@ -69,25 +69,12 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Shift:
-    """By how much a part of the trace lies behind the one it repeats."""
+class Progress:
+    """How far a run is: at a cycle, the samples that every stage is done with, and the counters."""
 
-    cycles: int
-    samples: int
-    versions: int
-
-    def __mul__(self, times: int) -> Shift:
-        return Shift(self.cycles * times, self.samples * times, self.versions * times)
-
-    def of(self, rows: IntArray) -> IntArray:
-        """Rows moved by it."""
-        if not self.cycles:
-            return rows
-        moved = rows.copy()
-        moved[:, [START, END]] += self.cycles
-        moved[:, SAMPLE] += self.samples
-        moved[:, VERSION] += np.where(rows[:, VERSION] >= 0, self.versions, 0)
-        return moved
+    cycle: int
+    done: IntArray
+    counters: Counters
 
 
 class CompiledRun:
@@ -149,7 +136,7 @@ class CompiledRun:
             return
         if engine.scalars[compiled.ROW] or final:
             rows = self.shift.of(engine.take_rows())
-            yield chunk_of(rows, engine.now + self.shift.cycles + 1)
+            yield Chunk.of(rows, engine.now + self.shift.cycles + 1)
         if self.kept is not None and engine.done_everywhere >= self.kept and not final:
             engine.recording = False
             self.timing.all_rows = False
@@ -158,7 +145,7 @@ class CompiledRun:
         """Run until the regime is proved to be periodic, and continue it by arithmetic."""
         engine, samples = self.engine, self.batches.samples
         seen: dict[int, int] = {}
-        checkpoints: list[tuple[int, Counters]] = []
+        windows: list[Progress] = []
         sample, stride = 0, max(1, HASHED_EVENTS // events_per_sample(self.machine))
         while sample < samples - TAIL:
             yield from self._run(sample)
@@ -173,11 +160,10 @@ class CompiledRun:
                 if np.array_equal(engine.state(sample), state):
                     yield from self._repeat(sample, period, Counters.of(engine) - before)
                     return
-            if self.kept is not None and engine.events > self.event_budget // 2:
-                if not checkpoints or engine.events > self.event_budget // 2 * (1 + len(checkpoints) / WINDOWS):
-                    checkpoints.append((sample, Counters.of(engine)))
-                if len(checkpoints) > WINDOWS and not engine.recording:
-                    self._estimate(checkpoints)
+            if self.kept is not None and engine.events > self.event_budget * (0.5 + 0.5 * len(windows) / WINDOWS):
+                windows.append(Progress(engine.now, engine.core_state[:, compiled.S_DONE].copy(), Counters.of(engine)))
+                if len(windows) > WINDOWS and not engine.recording:
+                    self._estimate(windows)
                     return
             sample += stride
 
@@ -223,25 +209,54 @@ class CompiledRun:
 
     def _copy(self, sample: int, period: int, cycles: int, times: int) -> Iterator[Chunk]:
         """Hand out the rows of the next period, and the same rows again and again."""
-        pieces = [trace_rows(chunk.rows) for chunk in self._run(sample + period)]
+        pieces = [chunk.rows.rows for chunk in self._run(sample + period)]
         rows = np.concatenate([np.empty((0, len(COLUMNS)), np.int64), *pieces])
         step, now = Shift(cycles, period, period), self.engine.now
-        yield chunk_of(rows, now + 1)
+        yield Chunk.of(rows, now + 1)
         for copy in range(1, times + 1):
-            yield chunk_of((step * copy).of(rows), now + copy * cycles + 1)
+            yield Chunk.of((step * copy).of(rows), now + copy * cycles + 1)
         self.shift = step * times
 
-    def _estimate(self, checkpoints: list[tuple[int, Counters]]) -> None:
-        """No repetition within the budget: let the last windows stand for what is to come."""
-        first, last = checkpoints[0], checkpoints[-1]
-        period, amount = last[0] - first[0], last[1] - first[1]
-        times = (self.batches.samples - last[0] - period - TAIL) // period
-        if times <= 0:
+    def _estimate(self, marks: list[Progress]) -> None:
+        """No repetition within the budget: leave out what has not entered yet, at the pace of the last windows.
+
+        That pace is the slowest stage's, and at least what the busiest unit, link and the host need for a sample. What
+        units do and links carry follows from the number of samples; how they wait is as in the last windows.
+        """
+        engine = self.engine
+        missing = self.batches.samples - int(engine.scalars[compiled.SENT]) - TAIL
+        if missing <= 0:
             return
-        rates = [(b[1].cycle - a[1].cycle) / (b[0] - a[0]) for a, b in pairwise(checkpoints)]
-        self.added.append((amount, times))
-        self.engine.shorten(times * period)
-        self.timing.estimate = Estimate(self.batches.samples - times * period, len(rates), min(rates), max(rates))
+        paces = [(b.cycle - a.cycle) / max(1, int((b.done - a.done).min())) for a, b in pairwise(marks)]
+        first, last = marks[0], marks[-1]
+        pace = (last.cycle - first.cycle) / max(1, int((last.done - first.done).min()))
+        cycles = math.ceil(missing * max(pace, least_interval(self.machine)))
+        engine.shorten(missing)
+        self.timing.estimate = Estimate(self.batches.samples - missing, WINDOWS, min(paces), max(paces))
+        self.added.append((self._at_pace(last.counters - first.counters, missing, cycles), 1))
+
+    def _at_pace(self, seen: Counters, samples: int, cycles: int) -> Counters:
+        """What so many samples add to the counters in so many cycles, if units wait as they were seen to."""
+        plan, accounts = self.engine.plan, np.zeros_like(seen.accounts)
+        split = self.machine.split
+        for core, row in enumerate(plan.cores):
+            work = samples * row[[compiled.C_F, compiled.C_BX, compiled.C_BW, compiled.C_U]]
+            for unit, columns in enumerate(([0], [1, 2, 3]) if split else ([0, 1, 2, 3],)):
+                accounts[core, unit, columns] = work[columns]
+                waits = slice(compiled.A_INPUT, compiled.A_IDLE)
+                accounts[core, unit, waits] = shares(
+                    cycles - int(work[columns].sum()), seen.accounts[core, unit, waits]
+                )
+        per_sample = [(route.links, route.size, route.serialisation) for route in routes_of(self.machine)]
+        link_bytes, link_cycles = np.zeros_like(seen.link_bytes), np.zeros_like(seen.link_cycles)
+        for links, size, hold in per_sample:
+            link_bytes[list(links)] += samples * size
+            link_cycles[list(links)] += samples * hold
+        delays = np.zeros_like(seen.delays)
+        delays[:, :, 0] = samples
+        mean = seen.delays[:, :, 1] / np.maximum(1, seen.delays[:, :, 0])
+        delays[:, :, 1] = np.rint(samples * mean)
+        return Counters(cycles, accounts, link_bytes, link_cycles, delays)
 
     def _fill_timing(self) -> None:
         """Write the engine's books, and what arithmetic has added, into the results."""
@@ -275,139 +290,6 @@ class CompiledRun:
         ledger.machine_peak = int(engine.scalars[compiled.MACHINE_PEAK])
 
 
-class LongLockstep:
-    """A long run in lockstep, which is periodic from the start; `chunks()` runs it.
-
-    A shorter run goes through the SimPy model: long enough for a full step, or for full batches. Every further step
-    (batch) does what its last full one does, so that the books follow from the number of samples and of steps. Where
-    the whole trace is wanted, the full step's rows are repeated in their place.
-    """
-
-    def __init__(self, machine: Machine, timing: Timing, chunk_rows: int, *, kept: int | None) -> None:
-        self.machine, self.timing, self.chunk_rows = machine, timing, chunk_rows
-        self.kept = whole_batches(timing.batches, kept)
-        self.full_step = 4 * machine.stages  # from then on even stashed versions are those of full steps
-        batches = timing.batches
-        if batches.drained:
-            shorter = shortened(batches, batches.samples if self.kept is None else self.kept)
-            self.shorter = batches if shorter is None else shorter.batches
-        else:
-            first = self.full_step + 2 if self.kept is None else max(self.full_step + 2, self.kept + self.full_step)
-            self.shorter = replace(batches, samples=min(batches.samples, first))
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Run to the end, handing out the trace in pieces."""
-        short = Timing(self.machine, self.shorter)
-        model = LockstepPipeline(self.machine, short, Recorder(Clock(), self.chunk_rows))
-        missing = self.timing.samples - self.shorter.samples
-        if missing and self.kept is None:
-            yield from self._repeated(model, missing)
-        else:
-            yield from model.recorder.chunks()
-        model.close()
-        self._fill_timing(short, LockstepPipeline.steps_of(self.machine, self.timing.batches))
-        self.timing.all_rows = not missing or self.kept is None
-        if missing:
-            period = self.shorter.size
-            steps = 1 if not self.shorter.drained else period + 2 * self.machine.stages - 2
-            cycles = steps * model.step_cycles
-            self.timing.steady_state = SteadyState(self.shorter.samples - period, period, cycles, missing)
-
-    def _repeated(self, model: LockstepPipeline, missing: int) -> Iterator[Chunk]:
-        """The rows of the shorter run, with those of a full step again and again for the missing samples."""
-        length = model.step_cycles
-        begin = self.full_step * length
-        rows = np.concatenate([trace_rows(chunk.rows) for chunk in model.recorder.chunks()])
-        before = rows[:, START] < begin
-        within = ~before & (rows[:, START] < begin + length)
-        step, pattern = Shift(length, 1, 1), rows[within]
-        yield chunk_of(rows[before], begin)
-        block = max(1, self.chunk_rows // len(pattern))
-        for first in range(0, missing + 1, block):
-            copies = range(first, min(first + block, missing + 1))
-            pieces = [(step * copy).of(pattern) for copy in copies]
-            yield chunk_of(np.concatenate(pieces), begin + copies[-1] * length + length)
-        rest = (step * missing).of(rows[~before & ~within])
-        yield chunk_of(rest, int(rest[:, END].max()) + 1)
-
-    def _fill_timing(self, short: Timing, steps: int) -> None:
-        """Write the books of the long run: waiting before the first and after the last operation stays what it is."""
-        timing, batches = self.timing, self.timing.batches
-        assert short.step_cycles is not None
-        timing.step_cycles, timing.cycles = short.step_cycles, steps * short.step_cycles
-        for core, usage, seen in zip(self._cores(), timing.units, short.units, strict=True):
-            cycles = core.cycles
-            if seen.forward:
-                usage.forward = batches.samples * cycles.forward.total
-            if usage.unit != "forward":
-                usage.input_gradient = batches.samples * cycles.input_gradient.total
-                usage.weight_gradient = batches.samples * cycles.weight_gradient.total
-                usage.update = batches.count * cycles.update.total
-            usage.idle = seen.idle
-            usage.stall_input = timing.cycles - usage.busy - usage.idle
-        for channel in self.machine.channels:
-            for route in (channel.forward, channel.gradient):
-                for link in route.links:
-                    timing.links.bytes[link] += batches.samples * route.size
-                    timing.links.busy_cycles[link] += batches.samples * route.serialisation
-        timing.ledger, timing.peak_in_flight = short.ledger, short.peak_in_flight
-        self._fill_delays(short)
-
-    def _cores(self) -> list[MachineCore]:
-        return [core for core in self.machine.cores for _ in range(2 if self.machine.split else 1)]
-
-    def _fill_delays(self, short: Timing) -> None:
-        """Every further sample has the delay of the shorter run's last."""
-        delays, missing = self.timing.delays, self.timing.samples - self.shorter.samples
-        nominal = 2 * (self.machine.stages - 1 - np.arange(self.machine.stages))
-        each = np.zeros_like(nominal) if self.shorter.drained else nominal
-        delays.count, delays.total = short.delays.count + missing, short.delays.total + missing * each
-        delays.least, delays.most = short.delays.least, short.delays.most
-
-
-@dataclass(frozen=True)
-class Shortened:
-    """A shorter run of a drained schedule, and what to add to it.
-
-    Attributes
-    ----------
-    repeats : what the run between the entries of two samples adds to all counters is missing so many times.
-    """
-
-    batches: Batches
-    repeats: tuple[tuple[int, int, int], ...]
-
-
-BATCHES_KEPT = 5
-"""Full batches that each epoch of a shortened run has at least."""
-EPOCHS_KEPT = 3
-"""Epochs of a shortened run, where there are more."""
-
-
-def shortened(batches: Batches, kept: int) -> Shortened | None:
-    """Leave full batches out of every epoch, and whole epochs, of a drained schedule; None where it is short."""
-    if not batches.drained:
-        return None
-    full, rest = divmod(batches.epoch, batches.size)
-    epochs, tail = divmod(batches.samples, batches.epoch)
-    keep = min(full, max(BATCHES_KEPT, -(-kept // batches.size) + 2))
-    shorter_epoch = keep * batches.size + rest
-    some_epochs = min(epochs, EPOCHS_KEPT if keep < full else max(EPOCHS_KEPT, -(-kept // batches.epoch) + 2))
-    full_tail, rest_tail = divmod(tail, batches.size)
-    kept_tail = min(full_tail, keep)
-    samples = some_epochs * shorter_epoch + kept_tail * batches.size + rest_tail
-    if samples >= batches.samples:
-        return None
-    missing_batches = epochs * (full - keep) + full_tail - kept_tail
-    repeats = []
-    if missing_batches:
-        start = (keep - 2) * batches.size
-        repeats.append((start, start + batches.size, missing_batches))
-    if epochs > some_epochs:
-        repeats.append((shorter_epoch, 2 * shorter_epoch, epochs - some_epochs))
-    return Shortened(replace(batches, samples=samples, epoch_samples=shorter_epoch), tuple(repeats))
-
-
 ACCOUNTS = (
     "forward",
     "input_gradient",
@@ -421,21 +303,28 @@ ACCOUNTS = (
 """The columns of an engine's accounts, as `UnitCycles` names them."""
 
 
+def routes_of(machine: Machine) -> list[Route]:
+    """The routes of a machine's messages, each of which every sample takes once."""
+    return [route for channel in machine.channels for route in (channel.forward, channel.gradient)]
+
+
+def least_interval(machine: Machine) -> int:
+    """Cycles per sample that the busiest unit, the busiest link and the host need."""
+    links = np.zeros(len(machine.link_ends), np.int64)
+    for route in routes_of(machine):
+        links[list(route.links)] += route.serialisation
+    units = max(core.cycles.interval(machine.split) for core in machine.cores)
+    return max(units, int(links.max(initial=0)), machine.host_cycles)
+
+
+def shares(total: int, weights: IntArray) -> list[int]:
+    """Share out a whole number in proportion to weights; the first gets it where all are zero, and what is left."""
+    weights = np.maximum(weights, 0)
+    parts = [total * int(weight) // max(1, int(weights.sum())) for weight in weights]
+    parts[0] += total - sum(parts)
+    return parts
+
+
 def events_per_sample(machine: Machine) -> int:
     """Events of one sample: the ends of its operations, the leaving and arriving of its messages."""
     return 4 * machine.stages + 4 * len(machine.channels) + 1
-
-
-def whole_batches(batches: Batches, kept: int | None) -> int | None:
-    """So many samples, or as many more as their last batch has."""
-    return batches.end(batches.index(min(kept, batches.samples) - 1)) if kept else kept
-
-
-def chunk_of(rows: IntArray, until: int) -> Chunk:
-    """A chunk of rows laid out as `COLUMNS`."""
-    return Chunk(Trace(*(np.ascontiguousarray(column) for column in rows.T)), until)
-
-
-def trace_rows(trace: Trace) -> IntArray:
-    """The rows of a trace as one array, (n, columns)."""
-    return np.stack([getattr(trace, name) for name in COLUMNS], axis=1)

@@ -34,6 +34,7 @@ class Op(IntEnum):
 
 COMPUTE = (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE)
 COLUMNS = ("start", "end", "stage", "op", "sample", "version", "target")
+_START, _END, _SAMPLE, _VERSION = (COLUMNS.index(name) for name in ("start", "end", "sample", "version"))
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class Trace:
         """Rows of several traces, one after the other."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS))
 
+    @property
+    def rows(self) -> IntArray:
+        """All columns side by side, (n, columns)."""
+        return np.stack([getattr(self, name) for name in COLUMNS], axis=1)
+
     def __str__(self) -> str:
         """A compact form for tests and messages: stage, letter, sample, @version, [start, end)."""
         letters = {Op.FORWARD: "F", Op.INPUT_GRADIENT: "I", Op.WEIGHT_GRADIENT: "W", Op.UPDATE: "U"}
@@ -102,3 +108,30 @@ class Chunk:
 
     rows: Trace
     until: int
+
+    @classmethod
+    def of(cls, rows: IntArray, until: int) -> Chunk:
+        """A chunk of rows laid out as `COLUMNS`."""
+        return cls(Trace(*(np.ascontiguousarray(column) for column in rows.T)), until)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """By how much a part of the trace lies behind the one it repeats."""
+
+    cycles: int
+    samples: int
+    versions: int
+
+    def __mul__(self, times: int) -> Shift:
+        return Shift(self.cycles * times, self.samples * times, self.versions * times)
+
+    def of(self, rows: IntArray) -> IntArray:
+        """Rows moved by it."""
+        if not self.cycles:
+            return rows
+        moved = rows.copy()
+        moved[:, [_START, _END]] += self.cycles
+        moved[:, _SAMPLE] += self.samples
+        moved[:, _VERSION] += np.where(rows[:, _VERSION] >= 0, self.versions, 0)
+        return moved
