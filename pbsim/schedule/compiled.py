@@ -701,8 +701,7 @@ def _advance(
                         continue
                     happened = True
                     _settle_account(unit, accounts[s, k], now)
-                    unit[T_STARTED] = 1
-                    unit[T_STEP] = 0
+                    unit[T_STARTED], unit[T_STEP], unit[T_HELD] = 1, 0, 0
                     if forward:
                         sample = core_state[s, S_STARTED]
                         version = core_state[s, S_VERSION]
@@ -816,13 +815,7 @@ def _go_on(
         elif step == 0 or step == sends + 1:
             length, op = (cores[s, C_BX], BX) if step == 0 else (cores[s, C_BW], BW)
             named = sample
-            version = core_state[s, S_VERSION]
-            if p[P_STASH_WEIGHTS]:
-                version = read[s, sample % read.shape[1]]
-            elif step:
-                version = unit[T_HELD]  # the version that Bx has read
-            else:
-                unit[T_HELD] = version
+            version = read[s, sample % read.shape[1]] if p[P_STASH_WEIGHTS] else core_state[s, S_VERSION]
         elif step == sends + 2 and _is_last(sample, p):
             length, op, named, version = cores[s, C_U], U, sample - _place(sample, p), core_state[s, S_VERSION] + 1
         else:

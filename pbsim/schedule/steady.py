@@ -1,8 +1,8 @@
 """Runs of any length: the compiled engine, and what a periodic regime saves it.
 
 With bounded credits the machine's state is finite, so it repeats. The complete state (what every unit does and for how
-long, what is in flight, ready, reserved and held), relative to now and to the sample that enters, is hashed whenever a
-sample enters stage 0; where a hash comes back, the states themselves are compared one period later. Equal states have
+long, what is in flight, ready, reserved and held), relative to now and to the sample that enters, is hashed as samples
+enter stage 0; where a hash comes back, the states themselves are compared until they are equal again. Equal states have
 equal futures as long as samples keep coming: the regime is proved, and everything that one period does is done again by
 arithmetic, period after period, until only a tail is left, which is simulated.
 
@@ -153,13 +153,13 @@ class CompiledRun:
             earlier = seen.get(key)
             seen[key] = sample
             if earlier is not None and sample + 2 * (sample - earlier) + TAIL < samples:
-                period = sample - earlier
-                state, before = engine.state(sample), Counters.of(engine)
-                yield from self._run(sample + period)
-                sample += period
-                if np.array_equal(engine.state(sample), state):
-                    yield from self._repeat(sample, period, Counters.of(engine) - before)
-                    return
+                state, before, start = engine.state(sample), Counters.of(engine), sample
+                while sample < start + (start - earlier):  # the period divides this distance
+                    sample += 1
+                    yield from self._run(sample)
+                    if engine.state_hash(sample) == key and np.array_equal(engine.state(sample), state):
+                        yield from self._repeat(sample, sample - start, Counters.of(engine) - before)
+                        return
             if self.kept is not None and engine.events > self.event_budget * (0.5 + 0.5 * len(windows) / WINDOWS):
                 windows.append(Progress(engine.now, engine.core_state[:, compiled.S_DONE].copy(), Counters.of(engine)))
                 if len(windows) > WINDOWS and not engine.recording:
