@@ -183,19 +183,20 @@ def run_experiment(
     progress: Callable[[Report], None] | None = None,
 ) -> Run:
     """Run a resolved experiment; see `simulate`."""
+    from pbsim.results.place import find_place
     from pbsim.results.run import Run, temporary_place
-    from pbsim.results.writer import RunWriter, check_free, window_samples, window_setting
+    from pbsim.results.writer import RunWriter, window_samples, window_setting
     from pbsim.schedule import row_count
 
-    place, keep = (Path(out), None) if out is not None else temporary_place()
-    check_free(place, force)
+    path, keep = (Path(out), None) if out is not None else temporary_place()
+    place = find_place(path, force)
     setup = _set_up(resolved, model, data)
     window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
     setup = setup.with_settings(trace=window_setting(window, setup.total))
     with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
         _execute(setup, writer, progress or (lambda report: None))
         writer.publish()
-    return Run(place, None if resolved.settings.timing_only else setup.module, keep)
+    return Run(path, None if resolved.settings.timing_only else setup.module, keep)
 
 
 @dataclass(frozen=True)

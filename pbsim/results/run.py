@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import nn
 
-FIGURE = "figures/utilization.png"
-
 
 class Run:
     """One run: all figures come from its directory.

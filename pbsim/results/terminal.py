@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pbsim.results.run import FIGURE, Run
+from pbsim.results.place import FIGURE
+from pbsim.results.run import Run
 
 if TYPE_CHECKING:
     from pbsim.experiment import Report
