@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +28,8 @@ def compiled(function: F) -> F:
     """Compile a function by numba when it is first called, and keep it from process to process."""
     dispatcher: Any = njit(error_model="numpy")(function)
     if hasattr(dispatcher, "enable_caching"):  # with NUMBA_DISABLE_JIT it is the function itself
-        try:
+        with suppress(OSError, RuntimeError):  # uncached, where numba finds no folder that can be written
             dispatcher._cache = _PackageCache(function)
-        except (OSError, RuntimeError):
-            pass  # uncached: numba has found no folder that can be written
     return dispatcher  # type: ignore[no-any-return]
 
 
