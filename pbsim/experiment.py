@@ -7,6 +7,7 @@ run one behind the other, and write down what they say.
 from __future__ import annotations
 
 import fnmatch
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 HardwareLike = str | Path | Mapping[str, Any] | Hardware
 WorkloadLike = str | Path | Mapping[str, Any] | Workload
+
+_RUNS = threading.RLock()
+"""Runs of several threads go one behind the other: threads of torch and BLAS are the process's, and so is the GIL."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ def run_experiment(
     progress: Callable[[Report], None] | None = None,
 ) -> Run:
     """Run a resolved experiment; see `simulate`."""
+    from pbsim.network import load_parameters
     from pbsim.results.place import find_place
     from pbsim.results.run import Run, temporary_place
     from pbsim.results.writer import RunWriter, window_samples, window_setting
@@ -190,12 +195,15 @@ def run_experiment(
 
     path, keep = (Path(out), None) if out is not None else temporary_place()
     place = find_place(path, force)
-    setup = _set_up(resolved, model, data)
-    window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
-    setup = setup.with_settings(trace=window_setting(window, setup.total))
-    with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
-        _execute(setup, writer, progress or (lambda report: None))
-        writer.publish()
+    with _RUNS, _torch(resolved.settings.threads):
+        setup = _set_up(resolved, model, data)
+        window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.total), setup.total)
+        setup = setup.with_settings(trace=window_setting(window, setup.total))
+        with RunWriter(place, window) as writer:
+            trained = _execute(setup, writer, progress or (lambda report: None))
+            writer.publish()
+        if trained is not None:
+            load_parameters(setup.module, setup.resolved.settings.precision, trained)
     return Run(path, None if resolved.settings.timing_only else setup.module, keep)
 
 
@@ -228,7 +236,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
 
     from pbsim.datasets import extent, from_user, load
     from pbsim.hardware import build_machine
-    from pbsim.network import capture_network
+    from pbsim.network import capture_network, check_trainable
     from pbsim.optim import LearningRate, scale_recipe, update_rule
 
     hardware, workload, settings = resolved.hardware, resolved.workload, resolved.settings
@@ -239,6 +247,8 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     if missing:
         needed = f"this run needs its {' and '.join(missing)} handed in again"
         raise user_error("settings", "run.handed_in", settings.handed_in, needed)
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise user_error("settings", "model", type(model).__name__, "should be a torch.nn.Module")
     known = extent(table) if settings.timing_only and data is None else None
     dataset: Dataset | None = None
     if known is None:
@@ -246,15 +256,14 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
         known = dataset.shape, dataset.train_samples
     shape, epoch_samples = known
     notes: tuple[str, ...] = ()
+    origin = ("settings", "model") if model is not None else (where, "model.factory")
     if model is None:
         model, notes = _build(resolved)
-    elif not settings.timing_only and any(parameter.is_meta for parameter in model.parameters()):
-        raise user_error("settings", "model", "on the meta device", "has no weights to train; time it alone")
+    if not settings.timing_only:
+        check_trainable(model, *origin)
     network = capture_network(model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where)
     if dataset is not None:
         dataset = _fit_targets(dataset, network, workload, where)
-    if not settings.timing_only:
-        model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, batch=1))
     machine = build_machine(hardware, network, rule, resolved.hardware_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
@@ -320,9 +329,13 @@ def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str
     }
 
 
-def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> None:
-    """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave."""
+def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> Mapping[str, Any] | None:
+    """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave.
+
+    Returns the trained parameters, None with timing alone; the module is left as it is.
+    """
     from pbsim.datasets import TrainingData
+    from pbsim.network import state_arrays, trained_arrays
     from pbsim.numerics.order import Horizon, orders
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
@@ -348,13 +361,14 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             yield chunk
 
     evaluations: list[dict[str, Any]] = []
+    trained: Mapping[str, Any] | None = None
     if settings.timing_only:
         for _ in watched():
             pass
     else:
         assert setup.dataset is not None
-        backend = _backend(setup)
-        before = _state(setup.module)
+        before = state_arrays(setup.module, settings.precision)
+        backend = _backend(setup, before)
         samples = TrainingData(setup.dataset, workload.data.augment, settings.seed)
         horizon = Horizon(setup.machine.stages, settings.horizon == "nominal")
         due = due_samples(workload.training.evaluate_every_epochs, setup.epoch_samples, setup.total)
@@ -366,9 +380,9 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
                 at = piece.evaluation
                 evaluations.append(_evaluate(setup, backend, at.sample, at.cycle))
         evaluations.append(_evaluate(setup, backend, setup.total - 1, timing.cycles))
-        _load(setup.module, backend.parameters())
+        trained = backend.parameters()
         writer.weights("initial.safetensors", before)
-        writer.weights("weights.safetensors", _state(setup.module))
+        writer.weights("weights.safetensors", trained_arrays(setup.module, before, trained))
     bounds = audit.finish()
     last = evaluations[-1] if evaluations else {}
     diverged = metrics.diverged or not np.isfinite(last.get("loss", 0.0))
@@ -384,8 +398,8 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             "method": settings.method,
             "seed": settings.seed,
             "status": "diverged" if diverged else "finished",
-            "accuracy": last.get("accuracy"),
-            "loss": last.get("loss"),
+            "accuracy": None if diverged else last.get("accuracy"),
+            "loss": None if diverged else last.get("loss"),
             **timing_summary(timing),
             "bounds_cycles": bounds.__dict__,
             "trace_samples": writer.window,
@@ -398,16 +412,17 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         },
     )
     writer.figure()
+    return trained
 
 
-def _backend(setup: Setup) -> Backend:
+def _backend(setup: Setup, state: Mapping[str, Any]) -> Backend:
     """The backend that the settings name, with the model's weights."""
     settings = setup.resolved.settings
     if settings.backend == "numba":
         from pbsim.numerics.executor import NumbaBackend as Chosen
     else:
         from pbsim.numerics.torch_backend import TorchBackend as Chosen  # type: ignore[assignment]
-    return Chosen(setup.network, _state(setup.module), setup.rule, setup.decays, settings.precision)
+    return Chosen(setup.network, state, setup.rule, setup.decays, settings.precision)
 
 
 def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[str, Any]:
@@ -416,7 +431,7 @@ def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[s
     targets = setup.dataset.y_test
     loss, outputs = backend.evaluate(setup.dataset.x_test, targets)
     accuracy = float("nan")
-    if setup.dataset.classes:
+    if setup.dataset.classes and np.isfinite(loss):
         labels = targets if targets.ndim == 1 else targets.argmax(axis=1)
         accuracy = float((outputs.argmax(axis=1) == labels).mean())
     seconds = cycle / (setup.resolved.hardware.clock_ghz * 1e9)
@@ -425,30 +440,16 @@ def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[s
     }  # fmt: skip
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters and buffers as arrays (copies)."""
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
-
-
-def _load(module: nn.Module, parameters: Mapping[str, Any]) -> None:
-    """Put trained weights back into their module."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name in parameters:
-                parameter.copy_(torch.from_numpy(parameters[name]))
-
-
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads within the block."""
+def _torch(threads: int | None) -> Iterator[None]:
+    """Torch as a run needs it, whatever mode the caller is in; with so many threads."""
     import torch
 
     before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         torch.set_num_threads(before)

@@ -105,7 +105,8 @@ def rows(run: Run) -> list[tuple[str, str]]:
     s, clock = run.summary, run.config["hardware"]["clock_ghz"]
     lines = [("status", s["status"])]
     if not s["timing_only"]:
-        accuracy = "not defined for regression" if s["accuracy"] is None else f"{s['accuracy']:.2%}"
+        undefined = "not defined for regression" if s["status"] == "finished" else "not finite"
+        accuracy = undefined if s["accuracy"] is None else f"{s['accuracy']:.2%}"
         lines += [("test accuracy", accuracy), ("test loss", _number(s["loss"]))]
     bounds = ", ".join(f"{name} {cycles:,}" for name, cycles in s["bounds_cycles"].items())
     energy = "not modelled yet" if s["energy_joules"] is None else f"{s['energy_joules']:.4g} J"
