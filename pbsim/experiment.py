@@ -23,6 +23,7 @@ from pbsim.config import (
     Source,
     Workload,
     apply_overrides,
+    builtin,
     dump_resolved,
     parse_method,
     read_source,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pbsim.datasets import Dataset
+    from pbsim.hardware import Machine
     from pbsim.network import Network
     from pbsim.numerics.backend import Backend
     from pbsim.optim import LearningRate, UpdateRule
@@ -82,14 +84,14 @@ def load_workload(workload: str | Path) -> Workload:
 def simulate(
     hardware: HardwareLike,
     workload: WorkloadLike,
-    method: str = "pb",
+    method: str | None = None,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     samples: int | None = None,
     epochs: int | None = None,
     out: str | Path | None = None,
-    timing_only: bool = False,
-    backend: str = "numba",
+    timing_only: bool | None = None,
+    backend: str | None = None,
     settings: Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     data: Any = None,
@@ -99,22 +101,28 @@ def simulate(
     Parameters
     ----------
     hardware, workload : a file, the name of a shipped one, a dictionary, or a loaded table.
-    method : `schedule[+mitigation[=value]]...`, for example `pb+lwpv+sc`.
-    seed : of initial weights, order of samples, augmentation and random data.
+    method : `schedule[+mitigation[=value]]...`, for example `pb+lwpv+sc`; by default `pb`.
+    seed : of initial weights, order of samples, augmentation and random data; by default 0.
     samples, epochs : length of the run; by default the workload's epochs.
     out : the run directory, which must not exist; by default a temporary one that goes with the returned object.
-    timing_only : simulate the machine, and train nothing. The factory is then called on torch's meta device, so that
-        a network of any size has no memory for its weights; the summary's `notes` say where that was not possible.
-    backend : `numba` or `torch`.
-    settings : further keys of the `[run]` table (`precision`, `horizon`, `trace`, `threads`).
-    model : a module in place of the workload's factory; it is cast to the run's precision and trained in place; with
-        timing alone it is left as it is.
+    timing_only : simulate the machine, and train nothing; by default False. The factory is then called on torch's meta
+        device, so that a network of any size has no memory for its weights; the summary's `notes` say where that was
+        not possible.
+    backend : `numba` (the default) or `torch`.
+    settings : keys of the `[run]` table: `precision`, `horizon`, `trace`, `threads`, and those above. A key that is
+        given both here and as an argument must have one value.
+    model : a module in place of the workload's factory. When the run is done, it is cast to the run's precision and
+        has the trained weights; with timing alone, or where a run is refused or fails, it is left as it is.
     data : arrays `(x_train, y_train, x_test, y_test)`, a dictionary of them, or a pair of torch data sets, in place of
         the workload's.
 
     Raises
     ------
     UserError : something in the files or arguments is wrong; it lists every problem.
+
+    Notes
+    -----
+    Runs of several threads go one behind the other; use processes to have them side by side.
     """
     asked = {
         "method": method,
@@ -125,7 +133,7 @@ def simulate(
         "timing_only": timing_only,
     }
     handed_in = [name for name, given in (("model", model), ("data", data)) if given is not None]
-    run: dict[str, Any] = {key: value for key, value in (asked | dict(settings or {})).items() if value is not None}
+    run = _settings(asked, settings)
     run["handed_in"] = sorted({*handed_in, *run.get("handed_in", [])}, reverse=True)
     sources = {
         "hardware": read_source(Hardware, hardware),
@@ -133,6 +141,23 @@ def simulate(
         "run": Source(run, "settings"),
     }
     return run_experiment(resolve(sources), out, model=model, data=data)
+
+
+def _settings(asked: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """Arguments and `settings` together; raises `UserError` where one key has two values."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise user_error("settings", "", type(settings).__name__, "should be a dictionary of keys of [run]")
+    arguments, table = (
+        {key: value for key, value in builtin(given or {}).items() if value is not None} for given in (asked, settings)
+    )
+    problems = [
+        Problem("settings", key, repr(table[key]), f"contradicts the argument {key}={arguments[key]!r}; give one")
+        for key in arguments.keys() & table.keys()
+        if arguments[key] != table[key]
+    ]
+    if problems:
+        raise UserError(problems)
+    return {**arguments, **table}
 
 
 def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> Resolved:
@@ -215,7 +240,7 @@ class Setup:
     module: nn.Module
     network: Network
     rule: UpdateRule
-    machine: Any
+    machine: Machine
     lr: LearningRate
     decays: Mapping[str, float]
     dataset: Dataset | None
@@ -268,6 +293,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     machine = build_machine(hardware, network, rule, resolved.hardware_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
+    _check_length(machine, total, resolved.hardware_where)
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
     decays = _weight_decays(network, workload, where)
     setup = Setup(resolved, model, network, rule, machine, lr, decays, dataset, epoch_samples, total, notes)
@@ -310,6 +336,16 @@ def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: 
         given = dataset.y_train.shape[1]
         raise user_error(where, "model", f"{outputs} outputs", f"should be as many as the {given} targets of the data")
     return dataset
+
+
+def _check_length(machine: Machine, total: int, where: str) -> None:
+    """Refuse a run whose cycles may not be int64: as long as everything it does, one after the other."""
+    work = sum(c.cycles.forward.total + c.cycles.backward for c in machine.cores)
+    routes = [route for channel in machine.channels for route in (channel.forward, channel.gradient)]
+    transfers = machine.host_cycles + sum(route.latency + route.serialisation for route in routes)
+    cycles = (total + 2 * machine.stages) * (work + transfers)
+    if cycles >= 2**63:
+        raise user_error(where, "", "", f"{total} samples may take {cycles:.1e} cycles, too many to count in int64")
 
 
 def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str, float]:
