@@ -86,8 +86,12 @@ class RunWriter:
         self.place, self.window = place, window
         self.folder, self._parents = make_folder(place)
         self._kept = False
-        self._events = RowGroups(self.folder / "events.parquet", EVENTS)
-        self._metrics = RowGroups(self.folder / "metrics.parquet", METRICS)
+        try:
+            self._events = RowGroups(self.folder / "events.parquet", EVENTS)
+            self._metrics = RowGroups(self.folder / "metrics.parquet", METRICS)
+        except BaseException:
+            self._remove()
+            raise
 
     def __enter__(self) -> RunWriter:
         return self
@@ -99,8 +103,11 @@ class RunWriter:
             self._close()
         finally:
             if not self._kept:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                remove_empty(self._parents)
+                self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_empty(self._parents)
 
     def _close(self) -> None:
         for table in (self._events, self._metrics):
