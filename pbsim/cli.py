@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -69,17 +74,22 @@ def run(
     if problems:
         raise UserError(problems)
     resolved = resolve(sources, tuple(set_ or ()))
-    place = out or Path("runs") / "-".join(
-        [
-            resolved.hardware.name,
-            resolved.workload.name,
-            resolved.settings.method.replace(":", ""),  # a colon would not go through scp, or to Windows
-            str(resolved.settings.seed),
-        ]
+    settings = resolved.settings
+    place = out or Path("runs") / _file_name(
+        resolved.hardware.name, resolved.workload.name, settings.method, str(settings.seed)
     )
     with _progress() as progress:
         finished = run_experiment(resolved, place, force=force, progress=progress)
-    print_run(finished)
+    try:
+        print_run(finished)
+    except Stopped as stopped:
+        stopped.left = f"the run is in {place}"
+        raise
+
+
+def _file_name(*parts: str) -> str:
+    """A name for a directory, made of parts that a user may have written anything into."""
+    return re.sub(r"[^\w.+=:@-]", "_", "-".join(parts)).lstrip(".")[:200]
 
 
 @app.command()
@@ -130,17 +140,55 @@ def _progress() -> Iterator[Callable[[Report], None]]:
         yield shown.update
 
 
+class Stopped(BaseException):
+    """A signal asks the program to end; it leaves by this, so that everything on the way tidies up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.left = "no run was written"
+
+
+STOP_SIGNALS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
+TIDYING_SECONDS = 2.0
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Within the block a signal to stop raises `Stopped`; those that follow closely do not disturb the tidying up."""
+    numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    last = -math.inf
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        since, last = time.monotonic() - last, time.monotonic()
+        if since > TIDYING_SECONDS:
+            raise Stopped(number)
+
+    for number, handler in before.items():
+        if handler not in (signal.SIG_IGN, None):  # as `nohup` and a shell's background jobs have it
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
 def main() -> None:
     """Entry point: what a user did wrong is printed, without a traceback, with exit status 2."""
     try:
-        app(standalone_mode=True)
+        with _stoppable():
+            app(standalone_mode=True)
     except UserError as error:
         for problem in error.problems:
             typer.echo(f"pbsim: {problem}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("pbsim: interrupted; nothing was written", err=True)
-        sys.exit(130)
+    except Stopped as stopped:
+        typer.echo(f"pbsim: {STOP_SIGNALS[signal.Signals(stopped.number).name]}; {stopped.left}", err=True)
+        sys.exit(128 + stopped.number)
 
 
 if __name__ == "__main__":

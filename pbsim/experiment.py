@@ -7,6 +7,7 @@ run one behind the other, and write down what they say.
 from __future__ import annotations
 
 import fnmatch
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from pbsim.config import (
     Source,
     Workload,
     apply_overrides,
+    builtin,
     dump_resolved,
     parse_method,
     read_source,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pbsim.datasets import Dataset
+    from pbsim.hardware import Machine
     from pbsim.network import Network
     from pbsim.numerics.backend import Backend
     from pbsim.optim import LearningRate, UpdateRule
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 
 HardwareLike = str | Path | Mapping[str, Any] | Hardware
 WorkloadLike = str | Path | Mapping[str, Any] | Workload
+
+_RUNS = threading.RLock()
+"""Runs of several threads go one behind the other: threads of torch and BLAS are the process's, and so is the GIL."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +87,14 @@ def load_workload(workload: str | Path) -> Workload:
 def simulate(
     hardware: HardwareLike,
     workload: WorkloadLike,
-    method: str = "pb",
+    method: str | None = None,
     *,
-    seed: int = 0,
+    seed: int | None = None,
     samples: int | None = None,
     epochs: int | None = None,
     out: str | Path | None = None,
-    timing_only: bool = False,
-    backend: str = "numba",
+    timing_only: bool | None = None,
+    backend: str | None = None,
     settings: Mapping[str, Any] | None = None,
     model: nn.Module | None = None,
     data: Any = None,
@@ -98,22 +104,28 @@ def simulate(
     Parameters
     ----------
     hardware, workload : a file, the name of a shipped one, a dictionary, or a loaded table.
-    method : `schedule[:batch][+mitigation[=value]]...`, for example `pb+lwpv+sc` or `sgd:32`.
-    seed : of initial weights, order of samples, augmentation and random data.
+    method : `schedule[:batch][+mitigation[=value]]...`, for example `pb+lwpv+sc` or `sgd:32`; by default `pb`.
+    seed : of initial weights, order of samples, augmentation and random data; by default 0.
     samples, epochs : length of the run; by default the workload's epochs.
     out : the run directory, which must not exist; by default a temporary one that goes with the returned object.
-    timing_only : simulate the machine, and train nothing. The factory is then called on torch's meta device, so that
-        a network of any size has no memory for its weights; the summary's `notes` say where that was not possible.
-    backend : `numba` or `torch`.
-    settings : further keys of the `[run]` table (`precision`, `horizon`, `trace`, `threads`).
-    model : a module in place of the workload's factory; it is cast to the run's precision and trained in place; with
-        timing alone it is left as it is.
+    timing_only : simulate the machine, and train nothing; by default False. The factory is then called on torch's meta
+        device, so that a network of any size has no memory for its weights; the summary's `notes` say where that was
+        not possible.
+    backend : `numba` (the default) or `torch`.
+    settings : keys of the `[run]` table: `precision`, `horizon`, `trace`, `threads`, and those above. A key that is
+        given both here and as an argument must have one value.
+    model : a module in place of the workload's factory. When the run is done, it is cast to the run's precision and
+        has the trained weights; with timing alone, or where a run is refused or fails, it is left as it is.
     data : arrays `(x_train, y_train, x_test, y_test)`, a dictionary of them, or a pair of torch data sets, in place of
         the workload's.
 
     Raises
     ------
     UserError : something in the files or arguments is wrong; it lists every problem.
+
+    Notes
+    -----
+    Runs of several threads go one behind the other; use processes to have them side by side.
     """
     asked = {
         "method": method,
@@ -124,7 +136,7 @@ def simulate(
         "timing_only": timing_only,
     }
     handed_in = [name for name, given in (("model", model), ("data", data)) if given is not None]
-    run: dict[str, Any] = {key: value for key, value in (asked | dict(settings or {})).items() if value is not None}
+    run = _settings(asked, settings)
     run["handed_in"] = sorted({*handed_in, *run.get("handed_in", [])}, reverse=True)
     sources = {
         "hardware": read_source(Hardware, hardware),
@@ -132,6 +144,23 @@ def simulate(
         "run": Source(run, "settings"),
     }
     return run_experiment(resolve(sources), out, model=model, data=data)
+
+
+def _settings(asked: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """Arguments and `settings` together; raises `UserError` where one key has two values."""
+    if settings is not None and not isinstance(settings, Mapping):
+        raise user_error("settings", "", type(settings).__name__, "should be a dictionary of keys of [run]")
+    arguments, table = (
+        {key: value for key, value in builtin(given or {}).items() if value is not None} for given in (asked, settings)
+    )
+    problems = [
+        Problem("settings", key, repr(table[key]), f"contradicts the argument {key}={arguments[key]!r}; give one")
+        for key in arguments.keys() & table.keys()
+        if arguments[key] != table[key]
+    ]
+    if problems:
+        raise UserError(problems)
+    return {**arguments, **table}
 
 
 def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> Resolved:
@@ -188,19 +217,24 @@ def run_experiment(
     progress: Callable[[Report], None] | None = None,
 ) -> Run:
     """Run a resolved experiment; see `simulate`."""
+    from pbsim.network import load_parameters
+    from pbsim.results.place import find_place
     from pbsim.results.run import Run, temporary_place
-    from pbsim.results.writer import RunWriter, check_free, window_samples, window_setting
+    from pbsim.results.writer import RunWriter, window_samples, window_setting
     from pbsim.schedule import row_count
 
-    place, keep = (Path(out), None) if out is not None else temporary_place()
-    check_free(place, force)
-    setup = _set_up(resolved, model, data)
-    window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.batches), setup.total)
-    setup = setup.with_settings(trace=window_setting(window, setup.total))
-    with RunWriter(place, window) as writer, _threads(resolved.settings.threads):
-        _execute(setup, writer, progress or (lambda report: None))
-        writer.publish()
-    return Run(place, None if resolved.settings.timing_only else setup.module, keep)
+    path, keep = (Path(out), None) if out is not None else temporary_place()
+    place = find_place(path, force)
+    with _RUNS, _torch(resolved.settings.threads):
+        setup = _set_up(resolved, model, data)
+        window = window_samples(resolved.settings.trace, row_count(setup.machine, setup.batches), setup.total)
+        setup = setup.with_settings(trace=window_setting(window, setup.total))
+        with RunWriter(place, window) as writer:
+            trained = _execute(setup, writer, progress or (lambda report: None))
+            writer.publish()
+        if trained is not None:
+            load_parameters(setup.module, setup.resolved.settings.precision, trained)
+    return Run(path, None if resolved.settings.timing_only else setup.module, keep)
 
 
 @dataclass(frozen=True)
@@ -211,7 +245,7 @@ class Setup:
     module: nn.Module
     network: Network
     rule: UpdateRule
-    machine: Any
+    machine: Machine
     lr: LearningRate
     decays: Mapping[str, float]
     dataset: Dataset | None
@@ -240,7 +274,7 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
 
     from pbsim.datasets import extent, from_user, load
     from pbsim.hardware import build_machine
-    from pbsim.network import capture_network
+    from pbsim.network import capture_network, check_trainable
     from pbsim.optim import LearningRate, scale_recipe, update_rule
 
     hardware, workload, settings = resolved.hardware, resolved.workload, resolved.settings
@@ -251,6 +285,8 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
     if missing:
         needed = f"this run needs its {' and '.join(missing)} handed in again"
         raise user_error("settings", "run.handed_in", settings.handed_in, needed)
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise user_error("settings", "model", type(model).__name__, "should be a torch.nn.Module")
     known = extent(table) if settings.timing_only and data is None else None
     dataset: Dataset | None = None
     if known is None:
@@ -258,19 +294,19 @@ def _set_up(resolved: Resolved, model: nn.Module | None, data: Any) -> Setup:
         known = dataset.shape, dataset.train_samples
     shape, epoch_samples = known
     notes: tuple[str, ...] = ()
+    origin = ("settings", "model") if model is not None else (where, "model.factory")
     if model is None:
         model, notes = _build(resolved)
-    elif not settings.timing_only and any(parameter.is_meta for parameter in model.parameters()):
-        raise user_error("settings", "model", "on the meta device", "has no weights to train; time it alone")
+    if not settings.timing_only:
+        check_trainable(model, *origin)
     network = capture_network(model, shape, partition=workload.model.partition, loss=workload.loss.kind, where=where)
     if dataset is not None:
         dataset = _fit_targets(dataset, network, workload, where)
-    if not settings.timing_only:
-        model.to(getattr(torch, settings.precision))
     rule = update_rule(resolved.method, scale_recipe(training, resolved.method.batch))
     machine = build_machine(hardware, network, rule, resolved.hardware_where, resolved.regions_where)
     epochs = None if settings.samples else settings.epochs or training.epochs
     total = settings.samples or (epochs or 0) * epoch_samples
+    _check_length(machine, total, resolved.hardware_where)
     lr = LearningRate(rule.recipe, total, epoch_samples, training.warmup_epochs, training.decay)
     decays = _weight_decays(network, workload, where)
     setup = Setup(resolved, model, network, rule, machine, lr, decays, dataset, epoch_samples, total, notes)
@@ -315,6 +351,16 @@ def _fit_targets(dataset: Dataset, network: Network, workload: Workload, where: 
     return dataset
 
 
+def _check_length(machine: Machine, total: int, where: str) -> None:
+    """Refuse a run whose cycles may not be int64: as long as everything it does, one after the other."""
+    work = sum(c.cycles.forward.total + c.cycles.backward for c in machine.cores)
+    routes = [route for channel in machine.channels for route in (channel.forward, channel.gradient)]
+    transfers = machine.host_cycles + sum(route.latency + route.serialisation for route in routes)
+    cycles = (total + 2 * machine.stages) * (work + transfers)
+    if cycles >= 2**63:
+        raise user_error(where, "", "", f"{total} samples may take {cycles:.1e} cycles, too many to count in int64")
+
+
 def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str, float]:
     """Weight decay by parameter: the recipe's, or none for those it exempts."""
     patterns = workload.training.exempt
@@ -332,10 +378,14 @@ def _weight_decays(network: Network, workload: Workload, where: str) -> dict[str
     }
 
 
-def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> None:
-    """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave."""
+def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> Mapping[str, Any] | None:
+    """Let both planes run, the numbers a pipeline depth behind the clock, and write what they leave.
+
+    Returns the trained parameters, None with timing alone; the module is left as it is.
+    """
     from pbsim.datasets import TrainingData
     from pbsim.hardware.energy import energy_account, pipelined
+    from pbsim.network import state_arrays, trained_arrays
     from pbsim.numerics.order import Horizon, orders
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
@@ -373,13 +423,14 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             yield chunk
 
     evaluations: list[dict[str, Any]] = []
+    trained: Mapping[str, Any] | None = None
     if settings.timing_only:
         for _ in watched():
             pass
     else:
         assert setup.dataset is not None
-        backend = _backend(setup)
-        before = _state(setup.module)
+        before = state_arrays(setup.module, settings.precision)
+        backend = _backend(setup, before)
         samples = TrainingData(setup.dataset, workload.data.augment, settings.seed)
         horizon = Horizon(setup.machine.stages, settings.horizon == "nominal")
         due = due_samples(workload.training.evaluate_every_epochs, setup.epoch_samples, setup.total)
@@ -391,9 +442,9 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
                 at = piece.evaluation
                 evaluations.append(_evaluate(setup, backend, at.sample, at.cycle))
         evaluations.append(_evaluate(setup, backend, setup.total - 1, timing.cycles))
-        _load(setup.module, backend.parameters())
+        trained = backend.parameters()
         writer.weights("initial.safetensors", before)
-        writer.weights("weights.safetensors", _state(setup.module))
+        writer.weights("weights.safetensors", trained_arrays(setup.module, before, trained))
     bounds = audit.finish()
     executed = pipelined(setup.machine, timing.samples, setup.batches.count, timing.cycles)
     energy = energy_account(setup.machine, executed)
@@ -416,8 +467,8 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
             "method": settings.method,
             "seed": settings.seed,
             "status": "diverged" if diverged else "finished",
-            "accuracy": last.get("accuracy"),
-            "loss": last.get("loss"),
+            "accuracy": None if diverged else last.get("accuracy"),
+            "loss": None if diverged else last.get("loss"),
             **timing_summary(timing),
             **energy_summary(energy),
             "bounds_cycles": bounds.__dict__,
@@ -431,16 +482,17 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> N
         },
     )
     writer.figure()
+    return trained
 
 
-def _backend(setup: Setup) -> Backend:
+def _backend(setup: Setup, state: Mapping[str, Any]) -> Backend:
     """The backend that the settings name, with the model's weights."""
     settings = setup.resolved.settings
     if settings.backend == "numba":
         from pbsim.numerics.executor import NumbaBackend as Chosen
     else:
         from pbsim.numerics.torch_backend import TorchBackend as Chosen  # type: ignore[assignment]
-    return Chosen(setup.network, _state(setup.module), setup.rule, setup.decays, settings.precision)
+    return Chosen(setup.network, state, setup.rule, setup.decays, settings.precision)
 
 
 def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[str, Any]:
@@ -449,7 +501,7 @@ def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[s
     targets = setup.dataset.y_test
     loss, outputs = backend.evaluate(setup.dataset.x_test, targets)
     accuracy = float("nan")
-    if setup.dataset.classes:
+    if setup.dataset.classes and np.isfinite(loss):
         labels = targets if targets.ndim == 1 else targets.argmax(axis=1)
         accuracy = float((outputs.argmax(axis=1) == labels).mean())
     seconds = cycle / (setup.resolved.hardware.clock_ghz * 1e9)
@@ -458,30 +510,16 @@ def _evaluate(setup: Setup, backend: Backend, sample: int, cycle: int) -> dict[s
     }  # fmt: skip
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters and buffers as arrays (copies)."""
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in module.state_dict().items()}
-
-
-def _load(module: nn.Module, parameters: Mapping[str, Any]) -> None:
-    """Put trained weights back into their module."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name in parameters:
-                parameter.copy_(torch.from_numpy(parameters[name]))
-
-
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads within the block."""
+def _torch(threads: int | None) -> Iterator[None]:
+    """Torch as a run needs it, whatever mode the caller is in; with so many threads."""
     import torch
 
     before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
-        yield
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
     finally:
         torch.set_num_threads(before)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,6 +245,58 @@ def test_a_users_error_from_a_shell_has_no_traceback(tmp_path):
     assert done.stderr.startswith("pbsim: hw.toml: is not valid TOML")
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+# run, stopped
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "hung up"),
+    ],
+)
+def test_a_run_that_is_stopped_leaves_nothing_and_says_so(tmp_path, number, status, said):
+    command = [sys.executable, "-m", "pbsim.cli", "run", "mesh", "digits_mlp", "--timing-only"]
+    command += ["--samples", "1000000", "--out", "deep/run"]
+    running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob("deep/.run.*/events.parquet")):
+            assert running.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        running.send_signal(number)
+        out, err = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == status
+    assert err == f"pbsim: {said}; no run was written\n"
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_are_afterwards_as_they_were(pbsim):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert pbsim("list").status == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# The run directory's name
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/evil", "..", ".hidden", "a/b", "x" * 300, "a\\nb"])
+def test_a_name_in_a_file_does_not_lead_out_of_the_runs(pbsim, tmp_path, name):
+    outcome = pbsim(
+        *("run", "mesh", "digits_mlp", "--samples", "5", "--timing-only", "--set", f'hardware.name="{name}"')
+    )
+    assert outcome.status == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    (place,) = (tmp_path / "runs").iterdir()
+    assert (place / "summary.json").is_file()
+    assert not place.name.startswith(".")
 
 
 # check and list

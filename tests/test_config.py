@@ -289,7 +289,7 @@ def test_a_wrong_hardware_key_is_named_with_its_value_and_what_is_allowed(docume
         (workload(data={}), "data.kind", "", "missing"),
         (workload(data={"kind": "random", "shape": [3, 0]}), "data.shape[1]", "0", "greater than or equal to 1"),
         (workload(data={"kind": "digits", "augment": ["rotate"]}), "data.augment[0]", "'rotate'", "'flip'"),
-        (workload(data={"kind": "digits", "augment": ["crop:0"]}), "data.augment[0]", "'crop:0'", "at least 1"),
+        (workload(data={"kind": "digits", "augment": ["crop:0"]}), "data.augment[0]", "'crop:0'", "of 1 to 999"),
         (
             workload(data={"kind": "digits", "augment": ["flip", "flip"]}),
             "data.augment",
@@ -675,7 +675,7 @@ machines = table(
     {
         "name": text,
         "clock_ghz": positive,
-        "mesh": table({"rows": count, "cols": count}),
+        "mesh": table({"rows": st.integers(1, 2**16), "cols": st.integers(1, 2**16)}),
         "core": table(
             {"datapath": datapaths, "sram_kib": positive, "sram_bytes_per_cycle": rate},
             {"pes": count, "vector_lanes": count, "units": st.sampled_from(["shared", "split"])},
@@ -773,7 +773,7 @@ runs = table(
         "trace": st.sampled_from(["all", "none", "first:12"]),
         "backend": st.sampled_from(["numba", "torch"]),
         "samples": count,
-        "threads": count,
+        "threads": st.integers(1, 1024),
         "timing_only": st.booleans(),
         "handed_in": st.sampled_from([[], ["model"], ["data"], ["model", "data"]]),
     },

@@ -556,7 +556,7 @@ MALFORMED: list[tuple[dict[str, Any], list[str]]] = [
     ({"y_train": np.zeros(6)}, ["y_train = float64 of shape [6]", "integer labels"]),
     ({"y_train": np.zeros((6, 1), int)}, ["y_train = int64 of shape [6, 1]", "integer labels"]),
     ({"y_train": np.zeros((6, 2))}, ["y_test = labels: y_train has targets of 2"]),
-    ({"x_train": None, "y_train": np.zeros(6, bool), "x_test": np.zeros((3, 9))}, ["x_train", "bool", "3"]),
+    ({"x_train": None, "y_train": np.zeros(6, complex), "x_test": np.zeros((3, 9))}, ["x_train", "complex128", "3"]),
 ]
 
 

@@ -840,9 +840,9 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path):
 def test_force_replaces_a_run_directory_wholly(tmp_path):
     out = tmp_path / "run"
     experiment(out)
-    (out / "left_over.txt").write_text("from the run before")
+    (out / "figures" / "utilization.png").write_text("from the run before")
     assert experiment(out, force=True, samples=20).summary["samples"] == 20
-    assert not (out / "left_over.txt").exists()
+    assert bytes_of(open_run(out), "figures/utilization.png").startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

@@ -122,6 +122,18 @@ def test_lockstep_equals_the_cycle_by_cycle_reference(case):
     check_against_the_reference(case)
 
 
+def test_in_lockstep_no_core_misses_a_step_that_ends_with_its_own_last_operation():
+    # A free fabric and host: the step is as long as the slowest core computes. That one ends with a Bw and a U of no
+    # cycles (it has no parameters), in the very cycle in which the next step begins.
+    made = machine(chain(3))
+    for slowest in range(3):
+        cycles = [(1, min(stage, 1), 1, 1) for stage in range(3)]
+        cycles[slowest] = (3, 2, 0, 0)
+        for units in ("shared", "split"):
+            made = with_cycles(machine(chain(3), core__units=units), cycles)
+            check_against_the_reference(Case(chain(3), made, 5))
+
+
 def test_two_stages_by_hand():
     # F takes 2, Bx 1, Bw 1, U 1; a message of 4 bytes takes 2 cycles on a link of 2 bytes per cycle, plus 1
     # per hop; the host takes 1 cycle for a sample of 4 bytes. One credit: a sample at a time.

@@ -3,6 +3,7 @@
 from pbsim.config.files import (
     Source,
     apply_overrides,
+    builtin,
     dump_resolved,
     find,
     plain,
@@ -27,6 +28,7 @@ __all__ = [
     "Source",
     "Workload",
     "apply_overrides",
+    "builtin",
     "dump_resolved",
     "find",
     "parse_method",

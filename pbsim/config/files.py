@@ -83,9 +83,19 @@ def read_source(kind: type[Table], given: str | Path | Mapping[str, Any] | Table
     if isinstance(given, Table):
         return Source(plain(given), kind.__name__.lower())
     if isinstance(given, Mapping):
-        return Source(dict(given), kind.__name__.lower())
+        return Source(builtin(given), kind.__name__.lower())
     path = find(kind, str(given))
     return Source(read_toml(path), str(path), path.resolve().parent)
+
+
+def builtin(value: Any) -> Any:
+    """Dictionaries and lists from Python with numbers of Python in place of numpy's; copies."""
+    if isinstance(value, Mapping):
+        return {key: builtin(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(builtin, value)) if type(value) in (list, tuple) else value
+    is_scalar = hasattr(value, "dtype") and hasattr(value, "item") and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise user_error(str(path), "", "", f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # TOML, UTF-8, or an integer of thousands of digits
         raise user_error(str(path), "", "", f"is not valid TOML: {error}") from None
 
 
@@ -253,6 +263,10 @@ def apply_overrides(assignments: Sequence[str], sources: Mapping[str, Source]) -
             problems.append(Problem("--set", path, text, f"stands in more than one place: write one of {options}"))
         else:
             source, value = sources[owners[0]], toml_value(text)
+            given = source.document.get(parts[0]) if owners[0] == "run" else None
+            if given not in (None, value) and parts[0] not in source.overrides:
+                problems.append(Problem("--set", path, text, f"contradicts {source.where}, which has {given!r}"))
+                continue
             if isinstance(value, str) and _is_path(parts, value):
                 value = str(Path(value).expanduser().absolute())  # a path from a shell starts where the shell is
             assign(source.document, parts, value, path)
@@ -308,7 +322,7 @@ def toml_value(text: str) -> Any:
     """A TOML value, or the bare text where it is none (`lockstep` for `"lockstep"`)."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 

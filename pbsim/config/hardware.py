@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from pbsim.config.base import Count, Name, NonNegative, Positive, Rate, Table
+from pbsim.config.base import Count, Cycles, Name, NonNegative, Positive, Rate, Table
+
+Side = Annotated[int, Field(ge=1, le=2**16)]
+Clock = Annotated[Positive, Field(ge=1e-6, le=1e6)]
+SramKib = Annotated[Positive, Field(le=2**20)]
 
 DATATYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -14,9 +18,9 @@ DATATYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class Mesh(Table):
     """The array of processing elements (PEs) that the cores are cut from."""
 
-    rows: Count
+    rows: Side
     """Rows of PEs."""
-    cols: Count
+    cols: Side
     """Columns of PEs."""
 
     @property
@@ -31,7 +35,7 @@ class VectorDatapath(Table):
     kind: Literal["vector"]
     macs_per_cycle: Count
     """MACs per cycle and PE."""
-    overhead_cycles: Annotated[int, Field(ge=0)] = 0
+    overhead_cycles: Cycles = 0
     """Cycles to start one vector instruction."""
     vector_length: Count | None = None
     """MACs or elementwise operations that one instruction covers per PE; absent: one instruction per matrix product
@@ -74,7 +78,7 @@ class Core(Table):
     datapath: Annotated[VectorDatapath | SystolicDatapath | UnitDatapath, Field(discriminator="kind")]
     vector_lanes: Count = 1
     """Elementwise operations per cycle and PE."""
-    sram_kib: Positive
+    sram_kib: SramKib
     """SRAM per PE, in KiB."""
     sram_bytes_per_cycle: Rate
     """SRAM bandwidth per PE, reads and writes together."""
@@ -113,7 +117,7 @@ class Fabric(Table):
     """The links between neighbouring cores, one in each direction."""
 
     link_bytes_per_cycle: Rate
-    hop_cycles: Annotated[int, Field(ge=0)] = 1
+    hop_cycles: Cycles = 1
     """Latency of the head of a message per link."""
 
 
@@ -167,7 +171,7 @@ class Hardware(Table):
     """A hardware file."""
 
     name: Name
-    clock_ghz: Positive
+    clock_ghz: Clock
     datatype: Literal["float16", "bfloat16", "float32", "float64"] = "float16"
     """Of the hardware's bytes; the numerics have a precision of their own."""
     mesh: Mesh

@@ -7,8 +7,10 @@ fill-and-drain SGD with 32 samples per update.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from pbsim.errors import Problem, UserError
 
@@ -55,8 +57,13 @@ class Method:
         return self.schedule in DRAINED
 
     def __str__(self) -> str:
-        parts = [name if k == 1 else f"{name}={repr(k).removesuffix('.0')}" for name, k in self.mitigations.items()]
+        parts = [name if k == 1 else f"{name}={_digits(k)}" for name, k in self.mitigations.items()]
         return "+".join([_WRITTEN[self.schedule].replace("N", str(self.batch)), *parts])
+
+
+def _digits(value: float) -> str:
+    """A number as `parse_method` reads it: all its digits, and no exponent."""
+    return format(Decimal(repr(value)), "f").removesuffix(".0")
 
 
 def parse_method(text: str, where: str = "method") -> Method:
@@ -85,7 +92,7 @@ def parse_method(text: str, where: str = "method") -> Method:
             problems.append(f"mitigation {name!r} stands twice")
         elif equals and name not in _WITH_VALUE:
             problems.append(f"mitigation {name!r} takes no value (={value})")
-        elif equals and not (re.fullmatch(r"\d+(\.\d+)?", value) and float(value) > 0):
+        elif equals and not (re.fullmatch(r"\d+(\.\d+)?", value) and 0 < float(value) < math.inf):
             problems.append(f"{name}= takes a positive number, not {value!r}")
         else:
             mitigations[name] = float(value) if equals else 1.0

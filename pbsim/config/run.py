@@ -11,7 +11,7 @@ from pbsim.config.base import Count, Table
 
 
 def _is_trace(text: str) -> str:
-    if text not in ("all", "none") and not re.fullmatch(r"first:[1-9]\d*", text):
+    if text not in ("all", "none") and not re.fullmatch(r"first:[1-9]\d{0,17}", text):
         raise ValueError("Input should be 'all', 'none' or 'first:N' with N samples, at least 1")
     return text
 
@@ -33,7 +33,7 @@ class Settings(Table):
     samples: Count | None = None
     """Training samples of the run, over as many epochs as it takes; excludes `epochs`."""
     epochs: Count | None = None
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of the torch backend; the numba backend runs on one and gives the same bits for any."""
     timing_only: bool = False
     handed_in: list[Literal["model", "data"]] = []

@@ -41,8 +41,8 @@ class Normalize(Table):
 
 
 def _is_augmentation(text: str) -> str:
-    if text != "flip" and not re.fullmatch(r"crop:[1-9]\d*", text):
-        raise ValueError("Input should be 'flip' or 'crop:PADDING' with a padding of at least 1")
+    if text != "flip" and not re.fullmatch(r"crop:[1-9]\d{0,2}", text):
+        raise ValueError("Input should be 'flip' or 'crop:PADDING' with a padding of 1 to 999")
     return text
 
 

@@ -114,8 +114,11 @@ def _stacked(items: Any, name: str) -> tuple[Array, Array]:
     """Return the samples and the labels of a torch Dataset as two arrays."""
     xs: list[Array] = []
     ys: list[Array] = []
-    for index in range(len(items)):
-        item = items[index]
+    for index in range(_length(items, name)):
+        try:
+            item = items[index]
+        except Exception as error:
+            raise _raised(f"{name}[{index}]", error) from error
         if not isinstance(item, tuple | list) or len(item) != 2 or not hasattr(item[0], "dtype"):
             raise user_error(
                 "data",
@@ -123,14 +126,29 @@ def _stacked(items: Any, name: str) -> tuple[Array, Array]:
                 type(item).__name__,
                 "should be a pair (x, label), x a tensor or an array",
             )
-        xs.append(_to_numpy(item[0]))
-        ys.append(_to_numpy(item[1]))
+        try:
+            xs.append(_to_numpy(item[0]))
+            ys.append(_to_numpy(item[1]))
+        except _UNREADABLE as error:
+            raise _raised(f"{name}[{index}]", error) from error
         if xs[-1].shape != xs[0].shape or ys[-1].shape != ys[0].shape:
             shapes, first = [xs[-1].shape, ys[-1].shape], [xs[0].shape, ys[0].shape]
             raise user_error("data", f"{name}[{index}]", f"shapes {shapes}", f"the first item has {first}")
     if not xs:
         raise user_error("data", name, "0 samples", "should have at least one")
     return np.stack(xs), np.stack(ys)
+
+
+def _length(items: Any, name: str) -> int:
+    try:
+        return len(items)
+    except Exception as error:
+        raise _raised(f"len({name})", error) from error
+
+
+def _raised(place: str, error: Exception) -> UserError:
+    """An exception of a user's own code, which stays its cause."""
+    return user_error("data", place, "", f"raised {type(error).__name__}: {error}")
 
 
 def _to_numpy(value: Any) -> Array:
@@ -174,8 +192,8 @@ def _from_arrays(given: Mapping[str, Callable[[], Array]], where: str) -> Datase
 
 def _fault(array: Array, is_input: bool) -> str:
     """Return what is wrong with one array, or nothing."""
-    if array.dtype.kind not in "fiu":
-        return "should be numbers (integer or float)"
+    if array.dtype.kind not in ("fiu" if is_input else "fiub"):
+        return "should be numbers (integer or float)" + (", or truth values as labels" if not is_input else "")
     if array.size == 0:
         return "should hold at least one sample, and no dimension of 0"
     if array.dtype.kind == "f" and not np.all(np.abs(array) <= np.finfo(np.float32).max):
@@ -184,9 +202,9 @@ def _fault(array: Array, is_input: bool) -> str:
         return "should be (n, C, H, W) or (n, features)" if array.ndim < 2 else ""
     if array.ndim != (2 if array.dtype.kind == "f" else 1):
         return "should be integer labels of shape (n,) or float targets of shape (n, k)"
-    if array.dtype.kind != "f" and array.min() < 0:
+    if array.dtype.kind == "i" and array.min() < 0:
         return f"labels should not be negative; the least is {array.min()}"
-    if array.dtype.kind != "f" and array.max() > _LABEL_MAX:
+    if array.dtype.kind in "iu" and array.max() > _LABEL_MAX:
         return f"labels should number the classes from 0; the greatest is {array.max()}"
     return ""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pbsim.errors import Problem, UserError, user_error
+from pbsim.network.factory import TORCH
 from pbsim.network.network import Network, Operator
 from pbsim.network.operators import (
     LOSSES,
@@ -93,10 +94,17 @@ def _export(module: nn.Module, sample_shape: Shape, where: str) -> ExportedProgr
     first = next(module.parameters(), None)
     if first is None:
         raise user_error(where, "model.factory", "", "the model has no parameters, so there is nothing to train")
+    if first.is_inference():
+        raise user_error(
+            where,
+            "model.factory",
+            "",
+            "the model was made under torch.inference_mode(): torch cannot trace its gradients",
+        )
     sample = torch.empty(BATCH, *sample_shape, dtype=first.dtype, device=first.device)  # its values are never read
     device = first.device if first.is_meta else nullcontext()
     try:
-        with _quiet(), _training(module), device:
+        with TORCH, torch.inference_mode(False), _quiet(), _training(module), device:
             return torch.export.export(module, (sample,), strict=False)
     except Exception as error:
         reason = _reason(error)

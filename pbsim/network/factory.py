@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,9 @@ from pbsim.errors import UserError, user_error
 
 if TYPE_CHECKING:
     from torch import nn
+
+TORCH = threading.RLock()
+"""Held while torch's process-wide state is not as the user left it: generator, default dtype, log, modes of modules."""
 
 FACTORY_FORMS = '"module:function" or "path/to/file.py:function"'
 
@@ -87,6 +91,12 @@ class _Call:
 
     def on(self, device: str | None) -> nn.Module:
         """Call it with new tensors on a device, or where they are by default."""
+        import torch
+
+        with TORCH, torch.inference_mode(False):
+            return self._made(device)
+
+    def _made(self, device: str | None) -> nn.Module:
         import torch
 
         dtype = torch.get_default_dtype()

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, no-any-return"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 """The numba executor: runs the operations of an order on the weights, forwards and backwards alike.
 
 All state is flat arrays (see `pbsim.numerics.program` for what lies where); one compiled loop goes through the order
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
+from pbsim.compilation import compiled
 from pbsim.network.network import Network
 from pbsim.numerics import kernels
 from pbsim.numerics.backend import SampleSource, split_targets
@@ -62,13 +62,13 @@ EVALUATION_ELEMENTS = 8_000_000
 BASE, STRIDE, CAPACITY, VERSION = 0, 1, 2, 3
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _frame(layout: Ints, stage: int, sample: int) -> int:
     """Where the frame of a sample at a stage begins."""
     return layout[stage, BASE] + (sample % layout[stage, CAPACITY]) * layout[stage, STRIDE]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _forward(op, stage, sample, n, layout, arena, weights, labels, targets, columns):
     """One operator's forward on n samples; returns the loss (0 for operators that are none).
 
@@ -124,7 +124,7 @@ def _forward(op, stage, sample, n, layout, arena, weights, labels, targets, colu
     return 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _input_gradient(op, k, stage, sample, n, layout, arena, weights, labels, targets, gy, gx, columns):
     """The gradient of an operator's k-th input, written to gx; `gy` is that of its output."""
     own = _frame(layout, stage, sample)
@@ -168,7 +168,7 @@ def _input_gradient(op, k, stage, sample, n, layout, arena, weights, labels, tar
         kernels.mse_gradient(x.reshape(n, op[IN_SIZE]), targets, gx.reshape(n, op[IN_SIZE]))
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _weight_gradient(op, stage, sample, n, layout, arena, gradients, gy, columns):
     """The gradients of an operator's parameters, written to the stage's `gradients`."""
     own = _frame(layout, stage, sample)
@@ -196,7 +196,7 @@ def _weight_gradient(op, stage, sample, n, layout, arena, gradients, gy, columns
         )  # fmt: skip
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _backward(op, stage, sample, n, layout, arena, weights, gradients, labels, targets, scratch, temporary, columns):
     """One operator's backward: its input gradients to where they are summed, its weight gradients in place."""
     if op[OUT_GRADIENT_IN_FRAME]:
@@ -222,7 +222,7 @@ def _backward(op, stage, sample, n, layout, arena, weights, gradients, labels, t
         _weight_gradient(op, stage, sample, n, layout, arena, gradients, gy, columns)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _run(
     kind, stage, sample, velocity_prediction, difference_prediction, a, b, lr, weight, momentum,
     inputs, first_input, labels, targets, first_label,
@@ -281,7 +281,7 @@ def _run(
                 mean[w0:w1] = 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _evaluate(n, inputs, labels, targets, operators, stage_operators, stage_weights, layout, arena, weights, columns):
     """Forward n samples through all stages on the weights as they are; returns the mean loss."""
     start = _frame(layout, 0, 0)
@@ -294,7 +294,7 @@ def _evaluate(n, inputs, labels, targets, operators, stage_operators, stage_weig
     return loss
 
 
-@njit(cache=True)
+@compiled
 def _spans(kind, stage, sample, left, spans):
     """Per stage, the most frames in use; `left` counts its backwards so far. False if one is out of order."""
     for i in range(len(kind)):

@@ -21,8 +21,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pbsim.compilation import compiled
 
 Floats = NDArray[np.floating[Any]]
 Labels = NDArray[np.int64]
@@ -31,21 +32,21 @@ Labels = NDArray[np.int64]
 # --------------------------------------------------------------------------------------------- flat arrays
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _clear(target: Floats) -> None:
     """``target = 0``, (P,)."""
     for i in range(target.size):
         target[i] = 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _copy(source: Floats, target: Floats) -> None:
     """``target = source``, both (P,)."""
     for i in range(target.size):
         target[i] = source[i]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _accumulate(source: Floats, target: Floats) -> None:
     """``target += source``, both (P,)."""
     for i in range(target.size):
@@ -55,7 +56,7 @@ def _accumulate(source: Floats, target: Floats) -> None:
 # ----------------------------------------------------------------------------------------- sums in float64
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _sum(x: Floats) -> float:
     """Sum of x (L,) in float64: eight interleaved partial sums, which keep the adder's pipeline full."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
@@ -74,7 +75,7 @@ def _sum(x: Floats) -> float:
     return ((s0 + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7))
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _sum_of_squares(x: Floats, mean: float) -> float:
     """Sum of (x - mean)^2 over x (L,) in float64."""
     s0 = s1 = s2 = s3 = 0.0
@@ -94,7 +95,7 @@ def _sum_of_squares(x: Floats, mean: float) -> float:
     return (s0 + s1) + (s2 + s3)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _sum_of_products(x: Floats, y: Floats) -> float:
     """Sum of x y over x, y (L,) in float64."""
     s0 = s1 = s2 = s3 = 0.0
@@ -109,7 +110,7 @@ def _sum_of_products(x: Floats, y: Floats) -> float:
     return (s0 + s1) + (s2 + s3)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _multiply(a: Floats, b: Floats, out: Floats) -> None:
     """``out = a b`` by BLAS: matrices that lie in C order, or their transposes."""
     np.dot(a, b, out)
@@ -118,13 +119,13 @@ def _multiply(a: Floats, b: Floats, out: Floats) -> None:
 # --------------------------------------------------------------------------------------------- convolution
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _matrix(flat: Floats, start: int, rows: int, columns: int) -> Floats:
     """The C-contiguous (rows, columns) view of a flat array from `start` on."""
     return flat[start : start + rows * columns].reshape(rows, columns)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _inside(offset: int, stride: int, size: int, count: int) -> tuple[int, int]:
     """The range [low, high) of o in [0, count) for which 0 <= o stride + offset < size."""
     low = 0 if offset >= 0 else (-offset + stride - 1) // stride
@@ -133,7 +134,7 @@ def _inside(offset: int, stride: int, size: int, count: int) -> tuple[int, int]:
     return min(low, high), high
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _im2col(
     x: Floats,
     columns: Floats,
@@ -187,7 +188,7 @@ def _im2col(
                             line[np.uintp(low_w + ow)] = plane[np.uintp(first + ow * sw)]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _col2im(
     columns: Floats,
     gx: Floats,
@@ -238,13 +239,13 @@ def _col2im(
                         _accumulate(source[start:stop], plane[start + shift : stop + shift])
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _is_matrix_product(kernel_h: int, kernel_w: int, sh: int, sw: int, ph: int, pw: int) -> bool:
     """Whether the columns of a convolution are its input: 1x1, stride 1, no padding."""
     return kernel_h == 1 and kernel_w == 1 and sh == 1 and sw == 1 and ph == 0 and pw == 0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def conv2d_forward(
     x: Floats,
     weight: Floats,
@@ -296,7 +297,7 @@ def conv2d_forward(
                     plane[j] += constant
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def conv2d_input_gradient(
     gy: Floats,
     weight: Floats,
@@ -333,7 +334,7 @@ def conv2d_input_gradient(
                 _col2im(cols, image, kernel_h, kernel_w, out_h, out_w, sh, sw, ph, pw, dh, dw)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def conv2d_weight_gradient(
     x: Floats,
     gy: Floats,
@@ -386,7 +387,7 @@ def conv2d_weight_gradient(
 # -------------------------------------------------------------------------------------------------- linear
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def linear_forward(x: Floats, weight: Floats, bias: Floats, out: Floats) -> None:
     """``out = x weight^T + bias``: x (n, I), weight (O, I), bias (O,) or (0,) -> out (n, O)."""
     if x.shape[0] == 1:
@@ -398,7 +399,7 @@ def linear_forward(x: Floats, weight: Floats, bias: Floats, out: Floats) -> None
             _accumulate(bias, out[i])
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def linear_input_gradient(gy: Floats, weight: Floats, gx: Floats) -> None:
     """``gx = gy weight``: gy (n, O), weight (O, I) -> gx (n, I)."""
     if gy.shape[0] == 1:
@@ -407,7 +408,7 @@ def linear_input_gradient(gy: Floats, weight: Floats, gx: Floats) -> None:
         _multiply(gy, weight, gx)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def linear_weight_gradient(x: Floats, gy: Floats, gweight: Floats, gbias: Floats) -> None:
     """``gweight = gy^T x``, ``gbias = sum_n gy``: (n, I), (n, O) -> (O, I), (O,) or (0,)."""
     n, inputs = x.shape
@@ -428,7 +429,7 @@ def linear_weight_gradient(x: Floats, gy: Floats, gweight: Floats, gbias: Floats
 # ------------------------------------------------------------------------------------- group normalization
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def group_norm_forward(
     x: Floats,
     weight: Floats,
@@ -472,7 +473,7 @@ def group_norm_forward(
                     target[j] = w * value + b
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def group_norm_input_gradient(
     gy: Floats, normalised: Floats, rstd: Floats, weight: Floats, groups: int, gx: Floats
 ) -> None:
@@ -502,7 +503,7 @@ def group_norm_input_gradient(
                     target[j] = scale * (w * np.float64(source[j]) - mean - np.float64(saved[j]) * projection)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def group_norm_weight_gradient(gy: Floats, normalised: Floats, gweight: Floats, gbias: Floats) -> None:
     """``gweight = sum_{n, l} gy normalised``, ``gbias = sum_{n, l} gy``: (C,), or (0,) if absent."""
     for c in range(gweight.size):
@@ -520,21 +521,21 @@ def group_norm_weight_gradient(gy: Floats, normalised: Floats, gweight: Floats, 
 # --------------------------------------------------------------------------------------------- elementwise
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def relu_forward(x: Floats, out: Floats) -> None:
     """``out = max(x, 0)``, NaN stays NaN; both (P,)."""
     for i in range(x.size):
         out[i] = 0.0 if x[i] <= 0.0 else x[i]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def relu_input_gradient(gy: Floats, out: Floats, gx: Floats) -> None:
     """``gx = gy where out > 0, else 0``; all (P,)."""
     for i in range(gy.size):
         gx[i] = gy[i] if out[i] > 0.0 else 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def add_forward(a: Floats, b: Floats, out: Floats) -> None:
     """``out = a + b``; all (P,). Its gradient is the identity to both."""
     for i in range(a.size):
@@ -544,7 +545,7 @@ def add_forward(a: Floats, b: Floats, out: Floats) -> None:
 # ------------------------------------------------------------------------------------------------- pooling
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def max_pool2d_forward(
     x: Floats,
     out: Floats,
@@ -597,7 +598,7 @@ def max_pool2d_forward(
                     winner[b, c, oh, ow] = where
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def max_pool2d_input_gradient(
     gy: Floats,
     winner: Floats,
@@ -625,7 +626,7 @@ def max_pool2d_input_gradient(
                         plane[oh * sh - ph + i * dh, ow * sw - pw + j * dw] += gy[b, c, oh, ow]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def _pool_range(o: int, kernel: int, stride: int, padding: int, size: int) -> tuple[int, int, int]:
     """A window along one axis: its range inside [0, size), and its length clipped to the padded input."""
     start = o * stride - padding
@@ -633,7 +634,7 @@ def _pool_range(o: int, kernel: int, stride: int, padding: int, size: int) -> tu
     return max(start, 0), min(stop, size), stop - start
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def avg_pool2d_forward(
     x: Floats, out: Floats, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, count_include_pad: bool
 ) -> None:
@@ -660,7 +661,7 @@ def avg_pool2d_forward(
                     out[b, c, oh, ow] = s / divisor if inside > 0 else 0.0
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def avg_pool2d_input_gradient(
     gy: Floats, gx: Floats, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, count_include_pad: bool
 ) -> None:
@@ -688,7 +689,7 @@ def avg_pool2d_input_gradient(
 # ---------------------------------------------------------------------------------------------------- loss
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def cross_entropy_forward(logits: Floats, labels: Labels, probabilities: Floats) -> float:
     """``loss = mean_n(logsumexp(logits[n]) - logits[n, label])``, returned in float64.
 
@@ -710,7 +711,7 @@ def cross_entropy_forward(logits: Floats, labels: Labels, probabilities: Floats)
     return float(loss / n)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def cross_entropy_gradient(probabilities: Floats, labels: Labels, gx: Floats) -> None:
     """``gx = (probabilities - onehot(labels)) / n``: (n, K), (n,) -> (n, K)."""
     n, classes = probabilities.shape
@@ -720,7 +721,7 @@ def cross_entropy_gradient(probabilities: Floats, labels: Labels, gx: Floats) ->
             gx[i, k] = (np.float64(probabilities[i, k]) - onehot) / n
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def mse_forward(output: Floats, target: Floats) -> float:
     """``loss = mean((output - target)^2)`` over all n K elements, returned in float64."""
     n, width = output.shape
@@ -732,7 +733,7 @@ def mse_forward(output: Floats, target: Floats) -> float:
     return float(s / (n * width))
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def mse_gradient(output: Floats, target: Floats, gx: Floats) -> None:
     """``gx = 2 (output - target) / (n K)``: all (n, K)."""
     n, width = output.shape

@@ -156,7 +156,7 @@ class TorchBackend:
             inputs = [values[value] for value in operator.inputs]
             if operator.kind in LOSSES:
                 assert target is not None
-                loss = LOSSES[operator.kind](inputs[0], target)
+                loss = LOSSES[operator.kind](inputs[0].flatten(1), target)  # targets are flat: (n, K), or labels
             else:
                 function = operator_function(operator)
                 values[operator.output] = function(inputs, [weights[name] for name in operator.parameters])

@@ -36,12 +36,12 @@ class Progress:
 
 
 def due_samples(every_epochs: float, epoch_samples: int, total: int) -> Iterator[int]:
-    """The samples behind which the run is evaluated, the last one of all excepted."""
+    """The samples behind which the run is evaluated, each once, the last one of all excepted."""
     every = Fraction(repr(every_epochs)) * epoch_samples
     count = 1
     while (sample := math.ceil(count * every) - 1) < total - 1:
         yield sample
-        count += 1
+        count = max(count, math.floor((sample + 1) / every)) + 1  # the first that is due behind a later sample
 
 
 def train(

@@ -13,13 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from pbsim.compilation import compiled
 
 Floats = NDArray[np.floating[Any]]
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def momentum_update(
     w: Floats, v: Floats, g: Floats, previous: Floats, decay: Floats, m: float, lr: float, a: float, b: float
 ) -> None:
@@ -57,14 +58,14 @@ def momentum_update(
             w[i] = np.float64(w[i]) - lr * (a * velocity + b * gradient)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def predict_velocity(w: Floats, v: Floats, lr_times_horizon: float, out: Floats) -> None:
     """LWPv, weights after T more steps of the present velocity: ``out = w - (lr T) v``; all (P,)."""
     for i in range(w.size):
         out[i] = np.float64(w[i]) - lr_times_horizon * np.float64(v[i])
 
 
-@njit(cache=True, error_model="numpy")
+@compiled
 def predict_difference(w: Floats, previous: Floats, horizon: float, out: Floats) -> None:
     """LWPw, weights after T more steps like the last one: ``out = w + T (w - previous)``; all (P,)."""
     for i in range(w.size):

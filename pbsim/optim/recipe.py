@@ -23,6 +23,7 @@ from pbsim.config.workload import (
     StepDecay,
     Training,
 )
+from pbsim.errors import user_error
 
 if TYPE_CHECKING:
     from pbsim.config.workload import Decay
@@ -49,12 +50,23 @@ class Recipe:
 
 
 def scale_recipe(training: Training, batch: int) -> Recipe:
-    """Scale a base recipe to another batch size (DESIGN.md 5.7), unless it says `scale = false`."""
+    """Scale a base recipe to another batch size (DESIGN.md 5.7), unless it says `scale = false`.
+
+    Raises
+    ------
+    UserError : scaled, its momentum is nearer to 1 than any float below, or its learning rate is not finite.
+    """
     lr, momentum = training.lr, training.momentum
     if training.scale:
         ratio = batch / training.batch_size
         momentum = training.momentum**ratio
         lr = training.lr * (1 - momentum) * batch / ((1 - training.momentum) * training.batch_size)
+    if momentum == 1:
+        problem = f"scaled from batch {training.batch_size} to {batch} it rounds to 1: nothing would ever decay"
+        raise user_error("workload", "training.momentum", training.momentum, problem)
+    if not math.isfinite(lr):
+        problem = f"scaled from batch {training.batch_size} to {batch} it is not finite"
+        raise user_error("workload", "training.lr", training.lr, problem)
     return Recipe(batch, lr, momentum, training.weight_decay, training.nesterov)
 
 

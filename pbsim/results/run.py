@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import tempfile
 import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pbsim.errors import user_error
+from pbsim.errors import Problem, UserError, user_error
+from pbsim.results.place import CONFIG_KEYS, SUMMARY_KEYS, WEIGHTS
 from pbsim.results.schemas import TABLES
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
     from torch import nn
-
-FIGURE = "figures/utilization.png"
 
 
 class Run:
@@ -50,7 +51,11 @@ class Run:
         """Read one table."""
         import pandas as pd
 
-        return pd.read_parquet(self.path / f"{name}.parquet")
+        path = self.path / f"{name}.parquet"
+        try:
+            return pd.read_parquet(path)
+        except (OSError, ValueError) as error:
+            raise user_error(str(path), "", "", f"cannot be read: {_line(error)}") from error
 
     @cached_property
     def stages(self) -> pd.DataFrame:
@@ -116,6 +121,7 @@ class Run:
 
     def _rebuild(self) -> nn.Module:
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         from pbsim.network import build_model
@@ -138,7 +144,10 @@ class Run:
             seed=settings["seed"],
         )
         module = module.to(getattr(torch, settings["precision"]))
-        module.load_state_dict(load_file(weights))
+        try:
+            module.load_state_dict(load_file(weights))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise user_error(str(weights), "", "", f"do not fit the model: {_line(error)}") from error
         return module
 
     def plot_utilization(self) -> Figure:
@@ -158,20 +167,74 @@ def open_run(path: str | Path) -> Run:
 
     Raises
     ------
-    UserError : it is none, or lacks a file.
+    UserError : it is none, lacks a file, or has files that cannot be read; it names each of them.
     """
     folder = Path(path)
     if not (folder / "summary.json").is_file():
         raise user_error(str(folder), "", "", "is not a run directory: it has no summary.json")
-    try:
-        json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise user_error(str(folder / "summary.json"), "", "", f"is not valid JSON: {error}") from None
-    missing = [f"{name}.parquet" for name in TABLES if not (folder / f"{name}.parquet").is_file()]
-    missing += [] if (folder / "config.toml").is_file() else ["config.toml"]
+    texts = [
+        _with_keys(folder / "summary.json", "JSON", json.loads, SUMMARY_KEYS),
+        _with_keys(folder / "config.toml", "TOML", tomllib.loads, CONFIG_KEYS),
+    ]
+    weights = [] if texts[0].content.get("timing_only") else WEIGHTS
+    files = [*(f"{name}.parquet" for name in TABLES), "config.toml", *weights]
+    missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise user_error(str(folder), "", "", f"is not a whole run directory: it lacks {', '.join(missing)}")
+    problems = {text.path: text.problem for text in texts}
+    problems |= {path: _table_problem(path, name) for name in TABLES for path in [folder / f"{name}.parquet"]}
+    problems |= {path: _weights_problem(path) for name in weights for path in [folder / name]}
+    found = [Problem(str(path), "", "", problem) for path, problem in problems.items() if problem]
+    if found:
+        raise UserError(found)
     return Run(folder)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A file of keys as it was read, and what is wrong with it."""
+
+    path: Path
+    content: Mapping[str, Any]
+    problem: str = ""
+
+
+def _with_keys(path: Path, kind: str, parse: Callable[[str], Any], keys: set[str]) -> _Text:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return _Text(path, {}, f"cannot be read: {error.strerror}")
+    except ValueError as error:
+        return _Text(path, {}, f"is not valid {kind}: {error}")
+    if not isinstance(content, dict):
+        return _Text(path, {}, f"should be a table of keys, not a {type(content).__name__}")
+    missing = sorted(keys - content.keys())
+    return _Text(path, content, f"lacks {', '.join(missing)}" if missing else "")
+
+
+def _table_problem(path: Path, name: str) -> str:
+    import pyarrow.parquet as pq
+
+    try:
+        columns = pq.read_schema(path).names
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {_line(error)}"
+    missing = [column for column in TABLES[name].names if column not in columns]
+    return f"lacks the columns {', '.join(missing)}" if missing else ""
+
+
+def _weights_problem(path: Path) -> str:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np"):
+            return ""
+    except (OSError, SafetensorError) as error:
+        return f"cannot be read: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def temporary_place() -> tuple[Path, tempfile.TemporaryDirectory[str]]:

@@ -143,7 +143,12 @@ EVALUATIONS = _schema(
     Column("seconds", F64, "s", "cycle / clock"),
     Column("split", TEXT, "", "test"),
     Column("loss", F64, "", "mean over the split"),
-    Column("accuracy", F64, "fraction", "of the split classified rightly; NaN for regression"),
+    Column(
+        "accuracy",
+        F64,
+        "fraction",
+        "of the split classified rightly; NaN for regression, and where the loss is not finite",
+    ),
 )
 
 EVENTS = _schema(

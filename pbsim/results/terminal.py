@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pbsim.results.run import FIGURE, Run
+from pbsim.results.place import FIGURE
+from pbsim.results.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -106,7 +107,8 @@ def rows(run: Run) -> list[tuple[str, str]]:
     s, clock = run.summary, run.config["hardware"]["clock_ghz"]
     lines = [("status", s["status"])]
     if not s["timing_only"]:
-        accuracy = "not defined for regression" if s["accuracy"] is None else f"{s['accuracy']:.2%}"
+        undefined = "not defined for regression" if s["status"] == "finished" else "not finite"
+        accuracy = undefined if s["accuracy"] is None else f"{s['accuracy']:.2%}"
         lines += [("test accuracy", accuracy), ("test loss", _number(s["loss"]))]
     bounds = ", ".join(f"{name} {cycles:,}" for name, cycles in s["bounds_cycles"].items())
     overflowing = s["overflowing_cores"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,12 +16,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from pbsim.errors import user_error
+from pbsim.errors import UserError
+from pbsim.results.place import FIGURE, Place, make_folder, publish, remove_empty
 from pbsim.results.schemas import EVENTS, METRICS, TABLES
 from pbsim.schedule import Op, Trace
 
 MAX_ALL_ROWS = 5_000_000
 DEFAULT_WINDOW = 1000
+ROW_GROUP = 1 << 16
+"""Rows of a row group in tables that grow with the run."""
 
 
 def window_samples(trace: str | None, rows: int, samples: int) -> int:
@@ -40,14 +41,34 @@ def window_setting(window: int, samples: int) -> str:
     return "all" if window == samples else f"first:{window}" if window else "none"
 
 
-def check_free(path: Path, force: bool) -> None:
-    """Refuse a place that is taken, unless forced; only a run directory may be replaced."""
-    if not path.exists():
-        return
-    if not force:
-        raise user_error(str(path), "", "", "exists already; choose another --out, or replace it with --force")
-    if not path.is_dir() or (any(path.iterdir()) and not (path / "summary.json").is_file()):
-        raise user_error(str(path), "", "", "is not a run directory, and is not replaced even with --force")
+class RowGroups:
+    """A parquet file that grows, in row groups of one size: its bytes depend on its rows, and not on how they came."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._writer = pq.ParquetWriter(path, schema)
+        self._waiting: list[pa.Table] = []
+        self._rows = 0
+
+    def append(self, table: pa.Table) -> None:
+        """Add rows."""
+        self._waiting.append(table)
+        self._rows += len(table)
+        while self._rows >= ROW_GROUP:
+            self._write(ROW_GROUP)
+
+    def close(self) -> None:
+        """Write what is left; nothing can be added after."""
+        if self._writer.is_open:
+            try:
+                if self._rows:
+                    self._write(self._rows)
+            finally:
+                self._writer.close()
+
+    def _write(self, rows: int) -> None:
+        table = pa.concat_tables(self._waiting)
+        self._waiting, self._rows = [table.slice(rows)], self._rows - rows
+        self._writer.write_table(table.slice(0, rows).combine_chunks(), row_group_size=rows)
 
 
 class RunWriter:
@@ -57,19 +78,20 @@ class RunWriter:
 
     Parameters
     ----------
-    path : where the directory will appear.
+    place : where the directory will appear.
     window : samples whose events are kept.
     """
 
-    def __init__(self, path: Path, window: int) -> None:
-        self.path, self.window = path, window
+    def __init__(self, place: Place, window: int) -> None:
+        self.place, self.window = place, window
+        self.folder, self._parents = make_folder(place)
+        self._kept = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        except OSError as error:
-            raise user_error(str(path), "", "", f"cannot be written: {error.strerror}") from None
-        self._events = pq.ParquetWriter(self.folder / "events.parquet", EVENTS)
-        self._metrics = pq.ParquetWriter(self.folder / "metrics.parquet", METRICS)
+            self._events = RowGroups(self.folder / "events.parquet", EVENTS)
+            self._metrics = RowGroups(self.folder / "metrics.parquet", METRICS)
+        except BaseException:
+            self._remove()
+            raise
 
     def __enter__(self) -> RunWriter:
         return self
@@ -77,13 +99,19 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        try:
+            self._close()
+        finally:
+            if not self._kept:
+                self._remove()
+
+    def _remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        remove_empty(self._parents)
 
     def _close(self) -> None:
-        for writer in (self._events, self._metrics):
-            if writer.is_open:
-                writer.close()
+        for table in (self._events, self._metrics):
+            table.close()
 
     def events(self, rows: Trace) -> None:
         """Append the rows of a trace that are in the window."""
@@ -101,11 +129,11 @@ class RunWriter:
             rows.version,
             rows.target,
         ]
-        self._events.write_table(pa.table([pa.array(column) for column in columns], schema=EVENTS))
+        self._events.append(pa.table([pa.array(column) for column in columns], schema=EVENTS))
 
     def metrics(self, columns: Mapping[str, NDArray[Any]]) -> None:
         """Append metrics of samples."""
-        self._metrics.write_table(pa.table(dict(columns), schema=METRICS))
+        self._metrics.append(pa.table(dict(columns), schema=METRICS))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table from its rows."""
@@ -129,7 +157,7 @@ class RunWriter:
 
     def figure(self) -> None:
         """Draw the utilization figure from what has been written."""
-        from pbsim.results.run import FIGURE, Run
+        from pbsim.results.run import Run
 
         self._close()
         place = self.folder / FIGURE
@@ -137,12 +165,14 @@ class RunWriter:
         Run(self.folder).plot_utilization().savefig(place, dpi=150)
 
     def publish(self) -> None:
-        """Put the directory in its place, replacing what `check_free` has allowed to be replaced."""
+        """Put the directory in its place; where that has been taken, it is kept, and a `UserError` says where."""
         self._close()
         self.folder.chmod(0o755)
-        if self.path.exists():
-            shutil.rmtree(self.path)
-        os.replace(self.folder, self.path)
+        try:
+            publish(self.folder, self.place)
+        except UserError:
+            self._kept = True
+            raise
 
 
 def _finite(value: Any) -> Any:

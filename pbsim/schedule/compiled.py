@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from pbsim.compilation import compiled
 from pbsim.hardware.machine import Machine
 from pbsim.hardware.memory import PERMANENT, Category
 from pbsim.schedule.batches import Batches
@@ -65,8 +65,15 @@ R_SOURCE, R_TARGET, R_SIZE, R_HOLD, R_LATENCY, R_BACKWARD = range(6)
 E_UNIT, E_LEFT, E_ARRIVED, E_LOADED = range(4)
 KIND = 1 << 40
 
-INPUT, OUTPUT, STASH = int(Category.INPUT_BUFFER), int(Category.OUTPUT_BUFFER), int(Category.STASH)
-VERSIONS, GRADIENTS = int(Category.WEIGHT_VERSIONS), int(Category.GRADIENTS)
+INPUT, OUTPUT, STASH, VERSIONS, GRADIENTS = range(5)
+LEVELS = (
+    Category.INPUT_BUFFER,
+    Category.OUTPUT_BUFFER,
+    Category.STASH,
+    Category.WEIGHT_VERSIONS,
+    Category.GRADIENTS,
+)
+"""The categories of memory that change during a run, in the columns of `Engine.levels`."""
 
 
 _IDLE_MATTERS = np.array([column in (T_STATE, T_HELD, T_STARTED) for column in range(T_REMAINING)], np.int64)
@@ -140,7 +147,7 @@ class Engine:
     Attributes
     ----------
     accounts : (S, 2, 8) cycles per core and unit, see `A_F` to `A_IDLE`; with a shared unit the second is unused.
-    levels, peaks, peak_cycles : (S, categories) bytes held, most held, and since when.
+    levels, peaks, peak_cycles : (S, 5) bytes held by `LEVELS`, most held, and since when.
     link_bytes, link_cycles : what each link has carried.
     delays : (2, S, 4) over forwards that read version 1 or later, and over all: count, sum, least, most.
     """
@@ -177,13 +184,11 @@ class Engine:
         if not machine.split:
             self.unit_state[:, 1, T_STATE] = OVER
         self.accounts = np.zeros((stages, 2, 8), np.int64)
-        self.levels = np.zeros((stages, len(Category)), np.int64)
+        self.levels, self.peaks, self.peak_cycles = (np.zeros((stages, len(LEVELS)), np.int64) for _ in range(3))
         for core in machine.cores:
-            for category in PERMANENT:
-                self.levels[core.stage, category] = getattr(core.memory, category.label)
-        self.peaks, self.peak_cycles = self.levels.copy(), np.zeros_like(self.levels)
-        self.core_state[:, S_LEVEL] = self.core_state[:, S_PEAK] = self.levels.sum(axis=1)
-        self.scalars[MACHINE_LEVEL] = self.scalars[MACHINE_PEAK] = self.levels.sum()
+            held = sum(getattr(core.memory, category.label) for category in PERMANENT)
+            self.core_state[core.stage, [S_LEVEL, S_PEAK]] = held
+        self.scalars[MACHINE_LEVEL] = self.scalars[MACHINE_PEAK] = self.core_state[:, S_LEVEL].sum()
         self.arrived = np.zeros(routes, np.int64)
         self.link_bytes = np.zeros(self.plan.link_count, np.int64)
         self.link_cycles = np.zeros(self.plan.link_count, np.int64)
@@ -352,7 +357,7 @@ class Engine:
             self.read = wider
 
 
-@njit(cache=True)
+@compiled
 def _push(heap, scalars, time, what):
     """Add an event to the heap, which is ordered by time."""
     i = scalars[HEAP]
@@ -366,7 +371,7 @@ def _push(heap, scalars, time, what):
     heap[i, 0], heap[i, 1] = time, what
 
 
-@njit(cache=True)
+@compiled
 def _pop(heap, scalars):
     """Take the first event from the heap; returns what it is."""
     what = heap[0, 1]
@@ -388,7 +393,7 @@ def _pop(heap, scalars):
     return what
 
 
-@njit(cache=True)
+@compiled
 def _book(s, category, size, scalars, core_state, levels, dirty, dirty_count):
     """Take or give back memory of a core; returns how many cores are on the list of those that have changed."""
     levels[s, category] += size
@@ -397,7 +402,7 @@ def _book(s, category, size, scalars, core_state, levels, dirty, dirty_count):
     return _touch(s, core_state, dirty, dirty_count)
 
 
-@njit(cache=True)
+@compiled
 def _touch(s, core_state, dirty, dirty_count):
     """Put a core on the list of those that have changed in this cycle."""
     if core_state[s, S_DIRTY] == 0:
@@ -407,7 +412,7 @@ def _touch(s, core_state, dirty, dirty_count):
     return dirty_count
 
 
-@njit(cache=True)
+@compiled
 def _row(rows, scalars, record, start, end, stage, op, sample, version, target):
     """Record a row of the trace."""
     if record:
@@ -417,13 +422,13 @@ def _row(rows, scalars, record, start, end, stage, op, sample, version, target):
         scalars[ROW] = i + 1
 
 
-@njit(cache=True)
+@compiled
 def _place(sample, p):
     """A sample's place in its batch."""
     return (sample % p[P_EPOCH]) % p[P_SIZE]
 
 
-@njit(cache=True)
+@compiled
 def _is_last(sample, p):
     """Whether an update follows the sample's backward (`Batches.is_last`)."""
     if p[P_SIZE] == 1 or sample + 1 == p[P_SAMPLES] or (sample + 1) % p[P_EPOCH] == 0:
@@ -431,7 +436,7 @@ def _is_last(sample, p):
     return _place(sample, p) == p[P_SIZE] - 1
 
 
-@njit(cache=True)
+@compiled
 def _forward_due(s, p, core_state):
     """Whether the inputs, and the weights, of a stage's next forward are there."""
     sample = core_state[s, S_STARTED]
@@ -440,13 +445,13 @@ def _forward_due(s, p, core_state):
     return not p[P_DRAINED] or core_state[s, S_DONE] >= sample - _place(sample, p)
 
 
-@njit(cache=True)
+@compiled
 def _backward_due(s, core_state):
     """Whether the gradients of a stage's next backward are there."""
     return core_state[s, S_BACKWARD_READY] > core_state[s, S_BACKWARDS]
 
 
-@njit(cache=True)
+@compiled
 def _admit(route, ready, routes, links, offsets, link_start, reserved, reserved_count, scalars):
     """Reserve a route's links from the earliest cycle at which all are free (`Links.admit`); returns that cycle."""
     hold, first, end = routes[route, R_HOLD], link_start[route], link_start[route + 1]
@@ -481,7 +486,7 @@ def _admit(route, ready, routes, links, offsets, link_start, reserved, reserved_
     return start
 
 
-@njit(cache=True)
+@compiled
 def _settle_account(unit, account, now):
     """Book an idle unit's wait until now."""
     waited = now - unit[T_TIME]
@@ -494,7 +499,7 @@ def _settle_account(unit, account, now):
     unit[T_TIME] = now
 
 
-@njit(cache=True)
+@compiled
 def _advance(
     p, scalars, cores, routes, results, result_start, passed_back, passed_back_start, links, offsets, link_start,
     core_state, unit_state, accounts, levels, peaks, peak_cycles, arrived, link_bytes, link_cycles, delays,
@@ -764,7 +769,7 @@ def _advance(
             return BOUNDARY
 
 
-@njit(cache=True)
+@compiled
 def _message(s, unit, results, result_start, passed_back, passed_back_start):
     """The route of the message that a unit's plan has next."""
     if unit[T_BACKWARD]:
@@ -772,7 +777,7 @@ def _message(s, unit, results, result_start, passed_back, passed_back_start):
     return results[result_start[s] + unit[T_STEP] - 1]
 
 
-@njit(cache=True)
+@compiled
 def _post(route, sample, now, routes, scalars, ready):
     """Put a message among those that are ready, which are kept in the order in which they are admitted."""
     source, target = routes[route, R_SOURCE], routes[route, R_TARGET]
@@ -787,7 +792,7 @@ def _post(route, sample, now, routes, scalars, ready):
     ready[i, 0], ready[i, 1], ready[i, 2], ready[i, 3], ready[i, 4] = now, source, sample, target, route
 
 
-@njit(cache=True)
+@compiled
 def _go_on(
     s, k, now, p, scalars, cores, routes, results, result_start, passed_back, passed_back_start,
     core_state, unit, heap, ready, read, rows,
@@ -833,7 +838,7 @@ def _go_on(
             scalars[FINISHED] += 1
 
 
-@njit(cache=True)
+@compiled
 def _mix(h, value):
     """Stir a value into a hash (the finalizer of splitmix64)."""
     z = (h ^ np.uint64(value)) + np.uint64(0x9E3779B97F4A7C15)
@@ -842,7 +847,7 @@ def _mix(h, value):
     return z ^ (z >> np.uint64(31))
 
 
-@njit(cache=True)
+@compiled
 def _state_hash(
     p, scalars, sample, core_state, unit_state, arrived, reserved, reserved_count, heap, ready, read
 ):  # fmt: skip

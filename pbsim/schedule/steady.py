@@ -283,8 +283,11 @@ class CompiledRun:
         timing.delays.count, timing.delays.total = delays[:, :, 0], delays[:, :, 1]
         timing.delays.least, timing.delays.most = engine.delays[:, :, 2].copy(), engine.delays[:, :, 3].copy()
         ledger = timing.ledger
-        ledger.current, ledger.peak = engine.levels.tolist(), engine.peaks.tolist()
-        ledger.peak_cycle = engine.peak_cycles.tolist()
+        for column, category in enumerate(compiled.LEVELS):
+            for core in range(self.machine.stages):
+                ledger.current[core][category] = int(engine.levels[core, column])
+                ledger.peak[core][category] = int(engine.peaks[core, column])
+                ledger.peak_cycle[core][category] = int(engine.peak_cycles[core, column])
         ledger.core_peak = engine.core_state[:, compiled.S_PEAK].tolist()
         ledger.core_peak_cycle = engine.core_state[:, compiled.S_PEAK_CYCLE].tolist()
         ledger.machine_peak = int(engine.scalars[compiled.MACHINE_PEAK])
