@@ -397,6 +397,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> M
         link_rows,
         memory_rows,
         node_rows,
+        notes,
         operation_rows,
         stage_rows,
         timing_summary,
@@ -419,8 +420,11 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> M
             writer.events(chunk.rows)
             metrics.timed(records)
             done += len(records)
-            progress(Report(max(done, timing.entered), setup.total, chunk.until, latest))
+            reached = max(done, timing.entered)
+            if reached < setup.total:
+                progress(Report(reached, setup.total, chunk.until, latest))
             yield chunk
+        progress(Report(setup.total, setup.total, timing.cycles, latest))
 
     evaluations: list[dict[str, Any]] = []
     trained: Mapping[str, Any] | None = None
@@ -477,7 +481,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> M
             "horizon": settings.horizon,
             "backend": settings.backend,
             "timing_only": settings.timing_only,
-            "notes": list(setup.notes),
+            "notes": [*setup.notes, *notes(timing)],
             "versions": versions(),
         },
     )

@@ -64,7 +64,19 @@ FLOATS = {
     "delay_mean", "utilization", "mapping_efficiency", "picojoules", "picojoules_each", "loss", "lr", "seconds",
     "accuracy",
 }  # fmt: skip
-TEXTS = {"name", "parameters", "unit", "category", "split", "op", "bound", "action", "source", "confidence"}
+TEXTS = {
+    "name",
+    "operators",
+    "parameters",
+    "unit",
+    "category",
+    "split",
+    "op",
+    "bound",
+    "action",
+    "source",
+    "confidence",
+}
 SUMMARY = {
     "accuracy", "loss", "samples", "cycles", "seconds", "samples_per_second", "utilization", "bottleneck_stage",
     "peak_memory_bytes", "energy_joules", "noc_bytes", "versions", "method", "seed", "status",
@@ -553,7 +565,7 @@ def test_timing_alone_needs_no_random_data_of_a_given_shape(monkeypatch):
 def test_timing_alone_takes_no_memory_for_weights():
     # A million by a million weights, 4 TB, and as much again for momentum and gradients.
     huge = made_up(features=12, hidden=[1_000_000, 1_000_000])
-    run = simulate("mesh", huge, samples=3, timing_only=True)
+    run = simulate("mesh", huge, samples=8, timing_only=True)
     assert run.summary["notes"] == []
     assert run.stages["macs_forward"].max() == 10**12
     memory = run.memory[run.memory["category"] == "weights"]
@@ -832,7 +844,7 @@ def test_a_place_that_is_taken_is_refused_and_left_alone(tmp_path):
     before = (out / "summary.json").read_bytes()
     with pytest.raises(UserError, match="exists already"):
         experiment(out, samples=20)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="exists already; name another directory, or remove this one"):
         simulate("mesh", SMALL, samples=20, out=out)
     assert (out / "summary.json").read_bytes() == before
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +19,15 @@ PARTS = {
     "update": ("update", "#8c5fb0"),
     "stall_input": ("stall: input", "#d9a9a9"),
     "stall_output": ("stall: output", "#c25b5b"),
-    "stall_memory": ("stall: memory", "#7f2f2f"),
+    "stall_memory": ("stall: credit or memory", "#7f2f2f"),
     "idle": ("idle (fill, drain)", "#e8e8e8"),
 }
 NAMED_BARS = 40
 """Up to this many stages a bar is labelled with its stage's name."""
 WRAPPED_BARS = 6
 """Up to this many stages the label names every module of the stage."""
+VISIBLE_PERCENT = 0.4
+"""Of a bar's height: two pixels. Parts that are less of every bar are not in the legend."""
 
 
 def utilization_figure(cores: pd.DataFrame, stages: pd.DataFrame, title: str) -> Figure:
@@ -49,8 +52,12 @@ def utilization_figure(cores: pd.DataFrame, stages: pd.DataFrame, title: str) ->
     _name_cores(axes, stages, units)
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    unused = {label for name, (label, _) in PARTS.items() if not cores[name].to_numpy().any()}
-    entries = [entry for entry in zip(*axes.get_legend_handles_labels(), strict=True) if entry[1] not in unused]
+    largest = {label: 100 * (cores[name] / cores["total"]).max() for name, (label, _) in PARTS.items()}
+    entries = [
+        (handle, label)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        if largest.get(label, 100.0) >= VISIBLE_PERCENT
+    ]
     line, *bars = entries
     handles, labels = zip(line, *reversed(bars), strict=True)
     axes.legend(handles, labels, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
@@ -71,21 +78,37 @@ def _name_cores(axes: Axes, stages: pd.DataFrame, units: list[str]) -> None:
     axes.set_xlabel(f"core{suffix}")
     if len(stages) > NAMED_BARS:
         return
-    names = list(zip(stages["stage"], stages["name"], strict=True))
-    if len(stages) <= WRAPPED_BARS:
-        axes.set_xticks(range(len(stages)), [f"{s}: " + _wrapped(name) for s, name in names], fontsize=9)
+    rows = [stage for _, stage in stages.iterrows()]
+    if len(rows) <= WRAPPED_BARS:
+        labels = [f"{stage['stage']}: " + "\n".join(_shortened(_parts(stage))) for stage in rows]
+        axes.set_xticks(range(len(rows)), labels, fontsize=9)
     else:
-        labels = [f"{s}: {_first(name)}" for s, name in names]
-        axes.set_xticks(range(len(stages)), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+        labels = [f"{stage['stage']}: " + " ".join(_first(stage)) for stage in rows]
+        axes.set_xticks(range(len(rows)), labels, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
 
 
-def _wrapped(name: str) -> str:
-    """The modules of a stage, one per line; the middle of a long list left out."""
-    parts = name.split("+")
-    return "\n".join(parts if len(parts) <= 4 else [*parts[:2], "…", parts[-1]])
+def stage_label(stage: pd.Series[Any]) -> str:
+    """A stage's name; where it only has numbers, as in a `torch.nn.Sequential`, with the kinds of its operators."""
+    return str(stage["name"]) + (f" ({', '.join(stage['operators'])})" if _is_numbers(stage) else "")
 
 
-def _first(name: str) -> str:
-    """The first module of a stage, and a mark where there are more."""
-    first, plus, _ = name.partition("+")
-    return first + (" …" if plus else "")
+def _is_numbers(stage: pd.Series[Any]) -> bool:
+    return not re.search("[A-Za-z]", stage["name"])
+
+
+def _parts(stage: pd.Series[Any]) -> list[str]:
+    """The modules of a stage; where their names are numbers, these together and the kinds of the operators."""
+    return [stage["name"], *stage["operators"]] if _is_numbers(stage) else str(stage["name"]).split("+")
+
+
+def _shortened(parts: list[str]) -> list[str]:
+    """A list whose middle is left out if it is long."""
+    return parts if len(parts) <= 4 else [*parts[:2], "…", parts[-1]]
+
+
+def _first(stage: pd.Series[Any]) -> list[str]:
+    """The first module of a stage (by number, and what it is), and a mark where there are more."""
+    parts = _parts(stage)
+    if _is_numbers(stage):
+        parts = [f"{stage['name'].partition('+')[0]} {parts[1]}", *parts[2:]]
+    return parts[:1] + ["…"] * (len(parts) > 1)

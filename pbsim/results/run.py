@@ -157,7 +157,7 @@ class Run:
         s = self.summary
         title = (
             f"{self.config['workload']['name']} on {self.config['hardware']['name']}, {s['method']}: "
-            f"utilization {s['utilization']:.1%} over {s['cycles']:,} cycles"
+            f"cores busy {s['utilization']:.1%} of {s['cycles']:,} cycles"
         )
         return utilization_figure(self.cores, self.stages, title)
 

@@ -31,6 +31,7 @@ STAGES = _schema(
     "one row per stage",
     Column("stage", I64, "index", "position in topological order, from 0"),
     Column("name", TEXT, "", "module path of what the stage contains"),
+    Column("operators", pa.list_(TEXT), "", "kinds of its operators, in execution order"),
     Column("parameters", pa.list_(TEXT), "", "torch names of its parameters"),
     Column("core", I64, "index", "the core that serves it"),
     Column("pes", I64, "PEs", "processing elements of that core"),
@@ -80,7 +81,7 @@ CORES = _schema(
         "waiting for an activation, a gradient or a batch's update (lockstep: for the step to end)",
     ),
     Column("stall_output", I64, "cycles", "waiting for a slot of the output buffer"),
-    Column("stall_memory", I64, "cycles", "waiting for a credit"),
+    Column("stall_memory", I64, "cycles", "waiting for a credit, or for room in memory where it is enforced"),
     Column("idle", I64, "cycles", "before the unit's first operation and after its last"),
     Column("total", I64, "cycles", "the run's cycles"),
 )

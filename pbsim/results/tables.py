@@ -30,6 +30,7 @@ def stage_rows(network: Network, timing: Timing) -> Rows:
             {
                 "stage": stage.index,
                 "name": stage.name,
+                "operators": [operator.kind for operator in stage.operators],
                 "parameters": list(stage.parameters),
                 "core": core.stage,
                 "pes": core.pes,
@@ -156,8 +157,33 @@ def energy_summary(account: EnergyAccount | None) -> dict[str, Any]:
 
 
 def utilization(timing: Timing) -> float:
-    """Busy unit-cycles over all unit-cycles of the run."""
+    """Busy unit-cycles over all unit-cycles of the run: every core counts once, however many PEs it has."""
     return sum(usage.busy for usage in timing.units) / (timing.cycles * len(timing.units))
+
+
+def mac_utilization(timing: Timing) -> float | None:
+    """MACs of the run over what all PEs of the cores could do at peak in its cycles; None where there is no peak.
+
+    Split units have the datapath twice.
+    """
+    machine, peak = timing.machine, 0
+    core_table = machine.hardware.core
+    datapath = DATAPATHS[core_table.datapath.kind]
+    for core in machine.cores:
+        peak += datapath.peak_macs_per_cycle(core_table, core.pes) * (2 if machine.split else 1)
+    macs = sum(cost.macs for core in machine.cores for cost in core.cycles.operations)
+    return timing.samples * macs / (peak * timing.cycles) if peak else None
+
+
+def notes(timing: Timing) -> list[str]:
+    """What to know of a run's figures: whether it was long enough for them to be those of a full pipeline."""
+    delay = 0 if timing.batches.drained else 2 * (timing.machine.stages - 1)
+    if timing.samples >= 2 * delay:
+        return []
+    return [
+        f"{timing.samples} samples mostly fill and drain the pipeline, whose first stage has a nominal delay of "
+        f"{delay} updates: take at least {2 * delay} for figures of a full one"
+    ]
 
 
 def bottleneck(timing: Timing) -> tuple[int, str]:
@@ -206,6 +232,7 @@ def timing_summary(timing: Timing) -> dict[str, Any]:
         "seconds": seconds,
         "samples_per_second": timing.samples / seconds,
         "utilization": utilization(timing),
+        "mac_utilization": mac_utilization(timing),
         "bottleneck_stage": stage,
         "bottleneck": name,
         "initiation_interval_cycles": interval.cycles,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
+from pbsim.results.figures import stage_label
 from pbsim.results.place import FIGURE
 from pbsim.results.run import Run
 
@@ -24,7 +26,7 @@ LINE_EVERY_SECONDS = 10.0
 
 
 def describe_progress(report: Report, samples_per_second: float) -> str:
-    """Samples per second of the simulation itself, simulated cycles, loss."""
+    """Samples per second of real time, simulated cycles, loss."""
     loss = "" if math.isnan(report.loss) else f", loss {report.loss:.4f}"
     return f"{samples_per_second:,.0f} samples/s, {report.cycles:,} cycles{loss}"
 
@@ -78,21 +80,18 @@ class LineProgress:
             return
         self._last = now
         elapsed = now - self._since
-        left = elapsed * (report.total - report.samples) / report.samples if report.samples else math.nan
         state = describe_progress(report, report.samples / elapsed)
-        print(
-            f"{report.samples:,} of {report.total:,} samples, {state}, {left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        left = elapsed * (report.total - report.samples) / report.samples if report.samples else math.nan
+        rest = "" if math.isnan(left) else f", {left:.0f} s left"
+        print(f"{report.samples:,} of {report.total:,} samples, {state}{rest}", file=sys.stderr, flush=True)
 
 
 def print_run(run: Run, console: Console | None = None) -> None:
     """Print the table of a run, and where its directory and figure are."""
     console = console or Console(soft_wrap=True)
-    table = Table(title=_title(run), title_justify="left", show_header=False, title_style="bold")
+    table = Table(title=Text(_title(run), style="bold"), title_justify="left", show_header=False)
     for name, value in rows(run):
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))  # as it stands: to rich, brackets in a string are markup
     console.print(table)
     console.print(f"run directory  {run.path}", highlight=False, markup=False)
     console.print(f"figure         {run.path / FIGURE}", highlight=False, markup=False)
@@ -111,24 +110,19 @@ def rows(run: Run) -> list[tuple[str, str]]:
         accuracy = undefined if s["accuracy"] is None else f"{s['accuracy']:.2%}"
         lines += [("test accuracy", accuracy), ("test loss", _number(s["loss"]))]
     bounds = ", ".join(f"{name} {cycles:,}" for name, cycles in s["bounds_cycles"].items())
-    overflowing = s["overflowing_cores"]
-    memory = f"{s['peak_memory_bytes']:,} bytes"
-    if overflowing:
-        memory += f"; over the SRAM of core{'s' * (len(overflowing) > 1)} {', '.join(map(str, overflowing))}"
-    if s["sram_shortfall_bytes"]:
-        memory += f"; the mesh lacks {s['sram_shortfall_bytes']:,} bytes of SRAM: PEs were shared out by work alone"
     stages = run.stages.sort_values("stage")
     lines += [
         ("samples", f"{s['samples']:,}"),
         ("cycles", f"{s['cycles']:,}"),
+        *_continued(s),
         ("lower bounds (cycles)", bounds),
         ("simulated time", f"{s['seconds']:.6g} s at {clock} GHz"),
-        ("samples per second", f"{s['samples_per_second']:,.0f}"),
-        ("utilization", f"{s['utilization']:.1%}"),
+        ("throughput", f"{s['samples_per_second']:,.0f} samples per simulated second"),
+        ("utilization", _utilization(s)),
         ("bottleneck", s["bottleneck"]),
         ("initiation interval", _interval(s, stages.iloc[s["initiation_interval_stage"]])),
-        ("peak memory", memory),
-        ("fabric traffic", f"{s['noc_bytes']:,} bytes"),
+        ("peak memory", _memory(run)),
+        ("fabric traffic", f"{s['noc_bytes']:,} bytes, counted on every link that they cross"),
         *_energy(run),
     ]
     if s["trace_samples"] < s["samples"]:
@@ -137,9 +131,47 @@ def rows(run: Run) -> list[tuple[str, str]]:
     last = len(stages) - 1
     for label, stage in dict.fromkeys([("first", 0), ("middle", last // 2), ("last", last)]):
         row = stages.iloc[stage]
-        value = f"{row['delay_mean']:.2f} ({row['delay_min']} to {row['delay_max']}; nominal {row['delay_nominal']})"
-        lines.append((f"delay of {label} stage", f"{value}  stage {stage} {row['name']}"))
+        spread = f"{row['delay_min']} to {row['delay_max']}; nominal {row['delay_nominal']}"
+        value = f"{row['delay_mean']:.2f} updates ({spread})  stage {stage} {stage_label(row)}"
+        lines.append((f"delay of {label} stage", value))
     return lines
+
+
+def _continued(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """How long a step of lockstep is, and how a long run was continued without events, if it was."""
+    lines = []
+    if summary["step_cycles"] is not None:
+        lines.append(("lockstep", f"a step of all cores takes {summary['step_cycles']:,} cycles"))
+    if steady := summary["steady_state"]:
+        period = f"{steady['period_samples']:,} sample{'s' * (steady['period_samples'] != 1)}"
+        regime = f"periodic from sample {steady['from_sample']:,}: {period} in {steady['period_cycles']:,} cycles"
+        lines.append(("steady state", f"{regime}, timing of {steady['skipped_samples']:,} samples not simulated one by one"))
+    if estimate := summary["estimate"]:
+        least, most = (estimate[f"cycles_per_sample_{name}"] for name in ("least", "most"))
+        spread = f"cycles per sample between {least:,.2f} and {most:,.2f} over {estimate['windows']} windows"
+        lines.append(("ESTIMATE", f"no repetition within the budget of events; {spread}"))
+    return lines
+
+
+def _utilization(summary: dict[str, Any]) -> str:
+    """How much of the time cores work, and how much of what they could do they do."""
+    cores, macs = f"cores busy {summary['utilization']:.1%}", summary["mac_utilization"]
+    return cores if macs is None else f"{cores}, {macs:.1%} of their PEs' peak MACs"
+
+
+def _memory(run: Run) -> str:
+    """The peak of all cores together beside their SRAM, and which of them overflow."""
+    s, peaks = run.summary, run.memory[run.memory["category"] == "total"].set_index("core")
+    held = f"{s['peak_memory_bytes']:,} bytes on all cores together, which have {peaks['capacity_bytes'].sum():,}"
+    parts = [held]
+    if overflowing := s["overflowing_cores"]:
+        worst = max(overflowing, key=lambda core: peaks["peak_bytes"][core] / peaks["capacity_bytes"][core])
+        need, have = (peaks[f"{key}_bytes"][worst] / 1024 for key in ("peak", "capacity"))
+        cores = f"over SRAM on {len(overflowing)} of {len(peaks)} cores"
+        parts.append(f"{cores}, worst core {worst}: {need:,.5g} of {have:,.5g} KiB")
+    if s["sram_shortfall_bytes"]:
+        parts.append(f"the mesh lacks {s['sram_shortfall_bytes']:,} bytes of SRAM: PEs were shared out by work alone")
+    return "; ".join(parts)
 
 
 def _energy(run: Run) -> list[tuple[str, str]]:
