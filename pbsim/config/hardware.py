@@ -33,8 +33,9 @@ class VectorDatapath(Table):
     """PEs that issue vector multiply-accumulates: `ceil(MACs / (PEs * macs_per_cycle))` cycles and the overhead."""
 
     kind: Literal["vector"]
+    """This datapath."""
     macs_per_cycle: Count
-    """MACs per cycle and PE."""
+    """Multiply-accumulates per cycle and PE."""
     overhead_cycles: Cycles = 0
     """Cycles to start one vector instruction."""
     vector_length: Count | None = None
@@ -49,6 +50,7 @@ class SystolicDatapath(Table):
     """PEs that are systolic arrays: `ceil(folds / PEs)` times the cycles of a fold."""
 
     kind: Literal["systolic"]
+    """This datapath."""
     rows: Count
     """Rows of one array."""
     cols: Count
@@ -64,26 +66,33 @@ class UnitDatapath(Table):
     """Every stage takes the same time, whatever it computes: the machine of the papers' closed forms."""
 
     kind: Literal["unit"]
+    """This datapath."""
     forward_cycles: Count
+    """Cycles of a stage's forward (F)."""
     input_gradient_cycles: Count
+    """Cycles of its input gradient (Bx), of the first stage's too."""
     weight_gradient_cycles: Count
+    """Cycles of its weight gradient (Bw), of stages without parameters too."""
     update_cycles: Count
+    """Cycles of its update (U), of stages without parameters too."""
 
 
 class Core(Table):
     """One core: the hardware that serves one stage."""
 
     pes: Count = 1
-    """PEs per core under `uniform` allocation; `balanced` shares out the mesh and does not read it."""
+    """PEs per core. Read under `allocation = "uniform"` only: `balanced` shares out the mesh, and listed regions have
+    their own sizes."""
     datapath: Annotated[VectorDatapath | SystolicDatapath | UnitDatapath, Field(discriminator="kind")]
+    """What a PE computes with: a table whose `kind` decides its keys."""
     vector_lanes: Count = 1
-    """Elementwise operations per cycle and PE."""
+    """Elementwise steps per cycle and PE: normalization, activations, pooling, biases, updates, predictions."""
     sram_kib: SramKib
-    """SRAM per PE, in KiB."""
+    """SRAM per PE, in KiB; a core has that of all its PEs."""
     sram_bytes_per_cycle: Rate
-    """SRAM bandwidth per PE, reads and writes together."""
+    """SRAM bandwidth per PE in bytes per cycle, reads and writes together."""
     units: Literal["shared", "split"] = "shared"
-    """`shared`: one unit runs forward and backward; `split`: one unit for each."""
+    """`shared`: one unit runs forward and backward; `split`: a unit for each, both with the whole datapath, at once."""
 
 
 def _is_placement(value: str | list[Any]) -> str | list[Any]:
@@ -97,14 +106,17 @@ class Pipeline(Table):
     """How samples move through the cores."""
 
     timing: Literal["dataflow", "lockstep"] = "dataflow"
+    """`dataflow`: a core starts as soon as it has input, a credit and a free unit; `lockstep`: all cores step together,
+    and results move at the ends of steps, which gives delays of exactly 2(S-1-s)."""
     credits: Literal["lockstep", "1f1b", "unbounded"] | Count | list[Count] = "lockstep"
-    """Samples in flight per stage: 2(S-1-s)+1, S-s, no bound, one number for all, or one per stage (dataflow)."""
+    """Samples in flight per stage s of S at most: `lockstep` 2(S-1-s)+1, `1f1b` S-s, `unbounded`, one number for all,
+    or a list of one per stage. Read in `dataflow` only: in `lockstep` they follow from the steps."""
     output_slots: Count = 2
-    """Messages a core's output buffer holds."""
+    """Messages a core's output buffer holds; a unit whose result finds no slot waits (`dataflow`)."""
     priority: Literal["backward", "forward"] = "backward"
-    """Which operation a free shared unit takes first."""
+    """Which operation a free shared unit takes first (`dataflow` under `pb`; drained schedules run forwards first)."""
     allocation: Literal["uniform", "balanced"] = "uniform"
-    """PEs per stage: `core.pes` each, or the whole mesh shared out in proportion to work."""
+    """PEs per stage: `core.pes` each, or the whole mesh shared out by work and memory."""
     placement: Annotated[str | list[Any], AfterValidator(_is_placement)] = "snake"
     """`snake`: cores lie along a line that folds over the mesh, stage s a neighbour of s-1 and s+1. Or every stage's
     rectangle of PEs in order, `[[row, col, rows, cols], ...]`: their areas are the stages' PEs, and `allocation` is not
@@ -117,21 +129,26 @@ class Fabric(Table):
     """The links between neighbouring cores, one in each direction."""
 
     link_bytes_per_cycle: Rate
+    """Bytes per cycle between two neighbouring PEs, in each direction; where cores touch along more PEs, as many times
+    that."""
     hop_cycles: Cycles = 1
-    """Latency of the head of a message per link."""
+    """Cycles that the head of a message takes from PE to PE."""
 
 
 class Host(Table):
     """Where samples come from."""
 
     bytes_per_cycle: Rate
+    """Bytes per cycle from the host into the core of stage 0."""
 
 
 class BatchParallel(Table):
-    """The same silicon used for batch-parallel training (read by the batch schedules)."""
+    """The same silicon used for batch-parallel training. Not read yet: no batch schedule is built."""
 
     replicas: Literal["fit"] | Count = "fit"
+    """Copies of the network: as many as fit, or a number. Not read yet."""
     offchip_bytes_per_cycle: Rate
+    """Bytes per cycle to memory off the chip. Not read yet."""
 
 
 class EnergyEntry(Table):
@@ -140,6 +157,7 @@ class EnergyEntry(Table):
     pj: NonNegative
     """Picojoules each time."""
     source: Name
+    """Where the figure comes from, in words."""
     confidence: Literal["src", "run", "page", "derived", "recalled", "assumed"] | None = None
     """How the figure is known: read in a project's own file, measured, read in a page, arithmetic on such figures, from
     memory, or set without a source."""
@@ -160,7 +178,7 @@ class Energy(Table):
     sram_byte: EnergyEntry | None = None
     """One byte read from or written to a PE's SRAM."""
     link_byte_hop: EnergyEntry | None = None
-    """One byte over one link of the fabric, its router included."""
+    """One byte over one link of the fabric (from one core or spare rectangle to the next), its router included."""
     host_byte: EnergyEntry | None = None
     """One byte from the host, off chip."""
     leakage: EnergyEntry | None = None
@@ -171,16 +189,26 @@ class Hardware(Table):
     """A hardware file."""
 
     name: Name
+    """Of the machine, in titles and directory names."""
     clock_ghz: Clock
+    """Clock in GHz: turns cycles into seconds, and nothing else."""
     datatype: Literal["float16", "bfloat16", "float32", "float64"] = "float16"
-    """Of the hardware's bytes; the numerics have a precision of their own."""
+    """What a value is on the hardware: for bytes, SRAM traffic and energy. The numerics have a precision of their own
+    (`run.precision`)."""
     mesh: Mesh
+    """The PEs."""
     core: Core
+    """What a PE is, and how many a core has."""
     pipeline: Pipeline = Pipeline()
+    """Timing, buffers and layout."""
     fabric: Fabric
+    """The links."""
     host: Host
+    """The source of samples."""
     batch_parallel: BatchParallel | None = None
+    """Not read yet."""
     energy: Energy | None = None
+    """Energy per action; absent: energy is not counted."""
 
     @property
     def element_bytes(self) -> int:
