@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +28,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: importing rich would be most of its time
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"pbsim {version('pbsim')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -40,7 +60,8 @@ def run(
     epochs: Annotated[int | None, typer.Option(help="Epochs of the run; by default the workload's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and augmentation. [default: 0]")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory. [default: runs/HARDWARE-WORKLOAD-METHOD-SEED]")
+        Path | None,
+        typer.Option(help="The run directory. [default: runs/HARDWARE-WORKLOAD-METHOD-SEED, with _2, _3 ... if taken]"),
     ] = None,
     timing_only: Annotated[bool, typer.Option("--timing-only", help="Simulate the machine, train nothing.")] = False,
     backend: Annotated[str | None, typer.Option(help="numba or torch. [default: numba]")] = None,
@@ -75,9 +96,8 @@ def run(
         raise UserError(problems)
     resolved = resolve(sources, tuple(set_ or ()))
     settings = resolved.settings
-    place = out or Path("runs") / _file_name(
-        resolved.hardware.name, resolved.workload.name, settings.method, str(settings.seed)
-    )
+    name = _file_name(resolved.hardware.name, resolved.workload.name, settings.method, str(settings.seed))
+    place = out or _free(Path("runs") / name, force)
     with _progress() as progress:
         finished = run_experiment(resolved, place, force=force, progress=progress)
     try:
@@ -85,6 +105,12 @@ def run(
     except Stopped as stopped:
         stopped.left = f"the run is in {place}"
         raise
+
+
+def _free(place: Path, force: bool) -> Path:
+    """The place itself, or with a number behind its name if it is taken and may not be replaced."""
+    names = chain([place], (place.with_name(f"{place.name}_{number}") for number in count(2)))
+    return next(name for name in names if force or not os.path.lexists(name))
 
 
 def _file_name(*parts: str) -> str:
@@ -98,17 +124,22 @@ def check(
         list[str], typer.Argument(metavar="FILE...", help="Hardware and workload files, or names of shipped ones.")
     ],
 ) -> None:
-    """Check files: print every problem of each, or what it describes."""
-    from pbsim.config.files import check_file
+    """Check files: print every problem of each, or what was found to be in order."""
+    from pbsim.experiment import check_file
 
     problems: list[Problem] = []
     for name in files:
         try:
-            typer.echo(f"{name}: {check_file(name)}")
+            for line in check_file(name):
+                typer.echo(f"{name}: {line}")
         except UserError as error:
             problems.extend(error.problems)
     if problems:
         raise UserError(problems)
+    typer.echo(
+        "not checked: whether the network is supported, fits its data and fits on the machine: "
+        "pbsim run HARDWARE WORKLOAD --timing-only --samples 1"
+    )
 
 
 @app.command("list")

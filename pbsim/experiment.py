@@ -84,6 +84,49 @@ def load_workload(workload: str | Path) -> Workload:
     return validate(Workload, _absolute(read_source(Workload, workload)))
 
 
+def check_file(name: str) -> list[str]:
+    """What is in order in a hardware or workload file, and warnings, as lines; raises `UserError` with what is not.
+
+    Of a workload the factory is looked up, for which its module is imported, but not called; data are not read.
+    """
+    from pbsim.config.files import read_either
+
+    table, source = read_either(name)
+    if isinstance(table, Workload):
+        return _check_workload(table, source)
+    assert isinstance(table, Hardware)
+    return _check_hardware(table)
+
+
+def _check_hardware(hardware: Hardware) -> list[str]:
+    from pbsim.hardware.energy import ACTIONS, energy_table
+
+    lines = [f"hardware {hardware.name!r}: keys and values are valid"]
+    energy = energy_table(hardware)
+    if energy is None:
+        return [*lines, "note: no [energy] table: energy is not counted"]
+    missing = [action for action in ACTIONS if action not in energy.entries]
+    if missing:
+        lines.append(f"note: energy {energy.name} has no entry for {', '.join(missing)} ({hardware.datatype}): 0 pJ")
+    return lines
+
+
+def _check_workload(workload: Workload, source: Source) -> list[str]:
+    from pbsim.datasets import find_data
+    from pbsim.network import find_factory
+
+    find_factory(workload.model.factory, workload.model.arguments, base=source.base, where=source.where)
+    lines = [
+        f"workload {workload.name!r}: keys and values are valid",
+        f"{workload.model.factory} is there and takes its arguments",
+    ]
+    try:
+        place = find_data(workload.data, where=source.where, base=source.base)
+    except UserError as error:
+        return [*lines, *(f"warning: no data here: {problem.allowed}" for problem in error.problems)]
+    return lines if place is None else [*lines, f"data at {place} (not read)"]
+
+
 def simulate(
     hardware: HardwareLike,
     workload: WorkloadLike,
@@ -112,8 +155,8 @@ def simulate(
         device, so that a network of any size has no memory for its weights; the summary's `notes` say where that was
         not possible.
     backend : `numba` (the default) or `torch`.
-    settings : keys of the `[run]` table: `precision`, `horizon`, `trace`, `threads`, and those above. A key that is
-        given both here and as an argument must have one value.
+    settings : keys of the `[run]` table: `precision`, `horizon`, `trace`, `threads`, `engine`, and those above. A key
+        that is given both here and as an argument must have one value.
     model : a module in place of the workload's factory. When the run is done, it is cast to the run's precision and
         has the trained weights; with timing alone, or where a run is refused or fails, it is left as it is.
     data : arrays `(x_train, y_train, x_test, y_test)`, a dictionary of them, or a pair of torch data sets, in place of
@@ -158,9 +201,23 @@ def _settings(asked: Mapping[str, Any], settings: Any) -> dict[str, Any]:
         for key in arguments.keys() & table.keys()
         if arguments[key] != table[key]
     ]
+    problems += [
+        Problem("settings", key, repr(value), hint) for key, value in table.items() if (hint := _misplaced(key))
+    ]
     if problems:
         raise UserError(problems)
     return {**arguments, **table}
+
+
+def _misplaced(key: str) -> str:
+    """What to do with a setting that is a key of a file; empty for all others."""
+    head, *inner = str(key).removeprefix("hardware.").removeprefix("workload.").split(".")
+    for name, kind in (("workload", Workload), ("hardware", Hardware)):
+        if head in kind.model_fields and head not in Settings.model_fields:
+            place = "".join(f"[{part!r}]" for part in (head, *inner))
+            table = f"table = pbsim.load_{name}(...).model_dump(exclude_none=True)"
+            return f"is a key of the {name}, not of [run]: {table}, then set table{place} and hand in the table"
+    return ""
 
 
 def resolve(sources: Mapping[str, Source], overrides: tuple[str, ...] = ()) -> Resolved:

@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import pbsim as pbsim_package
 from pbsim import cli, open_run
 from pbsim.config import MITIGATIONS, SCHEDULES, Hardware, Workload, shipped
 
+UNCHECKED = (
+    "not checked: whether the network is supported, fits its data and fits on the machine: "
+    "pbsim run HARDWARE WORKLOAD --timing-only --samples 1"
+)
 BROKEN_HARDWARE = 'name = "hw"\nclock_ghz = -1\n[mesh]\nrows = 0\ncols = 4\ncolour = "red"\n'
 BROKEN_WORKLOAD = (
     'name = "wl"\n[model]\nfactory = "a:b"\n[data]\nkind = "digits"\n[training]\nbatch_size = 0\nlr = 0.1\n'
@@ -74,8 +79,11 @@ def test_run_prints_a_table_and_where_everything_is(pbsim, tmp_path):
         ("samples", "50"),
         ("cycles", f"{summary['cycles']:,}"),
         ("simulated time", "s at 0.85 GHz"),
-        ("samples per second", f"{summary['samples_per_second']:,.0f}"),
-        ("utilization", f"{summary['utilization']:.1%}"),
+        ("throughput", f"{summary['samples_per_second']:,.0f} samples per simulated second"),
+        (
+            "utilization",
+            f"cores busy {summary['utilization']:.1%}, {summary['mac_utilization']:.1%} of their PEs' peak MACs",
+        ),
         ("bottleneck", "'flatten+linear1+relu1'"),
         ("peak memory", f"{summary['peak_memory_bytes']:,} bytes"),
         ("initiation interval", f"{summary['initiation_interval_cycles']:,} cycles: stage 0 "),
@@ -84,10 +92,10 @@ def test_run_prints_a_table_and_where_everything_is(pbsim, tmp_path):
         ("energy counts as 0", "leakage (no entry)"),
         (
             "delay of first stage",
-            f"{first['delay_mean']:.2f} ({first['delay_min']} to {first['delay_max']}; nominal 4)",
+            f"{first['delay_mean']:.2f} updates ({first['delay_min']} to {first['delay_max']}; nominal 4)",
         ),
         ("delay of middle stage", "nominal 2"),
-        ("delay of last stage", "0.00 (0 to 0; nominal 0)"),
+        ("delay of last stage", "0.00 updates (0 to 0; nominal 0)"),
     ):
         assert any(name in line and value in line for line in lines), (name, value, outcome.out)
     assert lines[-2].split()[-1] == "here/run"
@@ -118,7 +126,7 @@ def test_run_takes_a_drained_schedule_with_its_batch(pbsim, tmp_path):
     assert list(updates["version"]) == [1, 2, 3, 4, 5, 6, 7]
     assert (run.stages[["delay_nominal", "delay_mean", "delay_min", "delay_max"]] == 0).all(axis=None)
     lines = [line for line in outcome.out.splitlines() if "delay of first stage" in line]
-    assert "0.00 (0 to 0; nominal 0)" in lines[0]
+    assert "0.00 updates (0 to 0; nominal 0)" in lines[0]
 
 
 def test_set_reaches_hardware_workload_and_run(pbsim, tmp_path):
@@ -162,6 +170,16 @@ def test_run_asks_before_it_replaces(pbsim, tmp_path):
     assert open_run(tmp_path / "run").summary["samples"] == 10
     assert pbsim(*arguments, "--samples", "20", "--force").status == 0
     assert open_run(tmp_path / "run").summary["samples"] == 20
+
+
+def test_without_out_a_taken_name_gets_a_number(pbsim, tmp_path):
+    arguments = ("run", "mesh", "digits_mlp", "--timing-only", "--samples")
+    for samples in (10, 20, 30):
+        assert pbsim(*arguments, samples).status == 0
+    names = ("mesh-digits_mlp-pb-0", "mesh-digits_mlp-pb-0_2", "mesh-digits_mlp-pb-0_3")
+    assert [open_run(tmp_path / "runs" / name).summary["samples"] for name in names] == [10, 20, 30]
+    assert pbsim(*arguments, 40, "--force").status == 0
+    assert open_run(tmp_path / "runs" / names[0]).summary["samples"] == 40
 
 
 def test_force_does_not_replace_what_is_no_run_directory(pbsim, tmp_path):
@@ -305,7 +323,39 @@ def test_a_name_in_a_file_does_not_lead_out_of_the_runs(pbsim, tmp_path, name):
 def test_check_says_what_a_file_is(pbsim):
     outcome = pbsim("check", "mesh", "digits_cnn")
     assert outcome.status == 0
-    assert outcome.out.splitlines() == ["mesh: hardware 'mesh' is valid", "digits_cnn: workload 'digits_cnn' is valid"]
+    assert outcome.out.splitlines() == [
+        "mesh: hardware 'mesh': keys and values are valid",
+        "mesh: note: energy horowitz_45nm has no entry for leakage (float16): 0 pJ",
+        "digits_cnn: workload 'digits_cnn': keys and values are valid",
+        "digits_cnn: pbsim.network.zoo:cnn is there and takes its arguments",
+        UNCHECKED,
+    ]
+
+
+def test_check_looks_up_energy_factory_and_data(pbsim, tmp_path, monkeypatch):
+    monkeypatch.setenv("PBSIM_DATA", str(tmp_path))
+    lines = pbsim("check", "lockstep_ideal", "resnet20_cifar10").out.splitlines()
+    assert "lockstep_ideal: note: no [energy] table: energy is not counted" in lines
+    missing = [line for line in lines if line.startswith("resnet20_cifar10: warning: no data here: ")]
+    assert "--set data.kind=image_folder --set data.path=PATH" in missing[0]
+    (tmp_path / "cifar10").mkdir()
+    lines = pbsim("check", "resnet20_cifar10").out.splitlines()
+    assert f"resnet20_cifar10: data at {tmp_path / 'cifar10'} (not read)" in lines
+
+    text = shipped(Workload)["digits_mlp"].read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("pbsim.network.zoo:mlp", "mine.py:net"))
+    refused(pbsim("check", "mine.toml"), "mine.toml: model.factory = mine.py:net: there is no file")
+    (tmp_path / "mine.py").write_text("def net(width): ...")
+    outcome = pbsim("check", "mine.toml")
+    refused(outcome, "mine.toml: model.arguments = {'features': 64", "the factory is mine.py:net(width)")
+    (tmp_path / "mine.py").write_text("def net(**sizes): raise RuntimeError")  # looked up, not called
+    assert pbsim("check", "mine.toml").status == 0
+
+    machine = shipped(Hardware)["mesh"].read_text()
+    (tmp_path / "hw.toml").write_text(machine.replace("horowitz_45nm", "horowitz"))
+    refused(pbsim("check", "hw.toml"), "hw.toml: energy.table = 'horowitz': should be 'horowitz_45nm' or '7nm'")
+    (tmp_path / "hw.toml").write_text(machine.replace("float16", "float64"))
+    assert "no entry for mac, vector_op, leakage (float64): 0 pJ" in pbsim("check", "hw.toml").out
 
 
 def test_check_reports_every_problem_of_every_file(pbsim, tmp_path):
@@ -315,7 +365,8 @@ def test_check_reports_every_problem_of_every_file(pbsim, tmp_path):
     (tmp_path / "other.toml").write_text("colour = 1\n")
     outcome = pbsim("check", "hw.toml", "mesh", "wl.toml", "torn.toml", "other.toml", "nothing")
     assert outcome.status == 2
-    assert outcome.out.splitlines() == ["mesh: hardware 'mesh' is valid"]
+    assert outcome.out.splitlines()[0] == "mesh: hardware 'mesh': keys and values are valid"
+    assert UNCHECKED not in outcome.out
     for message in (
         "hw.toml: clock_ghz = -1",
         "hw.toml: mesh.rows = 0",
@@ -353,6 +404,13 @@ def test_help_loads_nothing_heavy():
     assert done.stderr.splitlines() == ["status 0", "[]"]
     for command in ("run", "check", "list"):
         assert command in done.stdout
+
+
+def test_version_and_short_help(pbsim):
+    outcome = pbsim("--version")
+    assert (outcome.status, outcome.out) == (0, f"pbsim {pbsim_package.__version__}\n")
+    assert pbsim("-h").out == pbsim("--help").out
+    assert pbsim("run", "-h").out == pbsim("run", "--help").out
 
 
 def test_the_help_of_run_names_every_flag(pbsim):

@@ -187,6 +187,16 @@ def test_missing_data_say_where_they_were_looked_for_and_what_to_put_there(
     assert wanted in given
 
 
+def test_missing_cifar_says_how_to_take_images_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--set data.kind=image_folder --set data.path=PATH" in refusal("cifar10")
+    assert "image_folder" not in refusal("npz")
+    monkeypatch.setenv("PBSIM_DATA", str(tmp_path))
+    for name in ("archive.zip", "cifar10-images.zip", "text.zip"):
+        (tmp_path / name).touch()
+    assert f"--set data.path={tmp_path / 'cifar10-images.zip'}" in refusal("cifar10")
+    assert "image_folder" in refusal("cifar10", path="nothing")
+
+
 def test_a_path_is_relative_to_the_workload_and_else_the_variable_is_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

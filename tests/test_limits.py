@@ -44,6 +44,29 @@ def timed(machine: Any = "mesh", workload: Any = WORKLOAD, **arguments: Any) -> 
 
 
 @pytest.mark.parametrize(
+    ("settings", "kind", "place"),
+    [
+        ({"training.lr": 0.1}, "workload", "['training']['lr']"),
+        ({"workload.training.lr": 0.1}, "workload", "['training']['lr']"),
+        ({"data": {"kind": "random"}}, "workload", "['data']"),
+        ({"core.sram_kib": 3.0}, "hardware", "['core']['sram_kib']"),
+    ],
+)
+def test_a_key_of_a_file_among_the_settings_says_where_it_goes(settings, kind, place):
+    ((key, value),) = settings.items()
+    hint = f"settings: {key} = {value!r}: is a key of the {kind}, not of [run]: table = pbsim.load_{kind}(...)"
+    with pytest.raises(UserError, match=re.escape(hint)) as caught:
+        timed(settings=settings)
+    assert f"then set table{place} and hand in the table" in str(caught.value)
+
+
+def test_a_table_may_be_changed_as_the_hint_says():
+    table = load_workload("digits_mlp").model_dump(exclude_none=True)
+    table["training"]["lr"] = 0.25
+    assert timed(workload=table).config["workload"]["training"]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
     ("argument", "setting"),
     [
         ({"seed": 1}, {"seed": 2}),

@@ -336,8 +336,8 @@ def dump_resolved(hardware: Hardware, workload: Workload, settings: Settings) ->
     return tomli_w.dumps({"hardware": plain(hardware), "workload": plain(workload), "run": plain(settings)})
 
 
-def check_file(name: str) -> str:
-    """Validate a file or shipped name, of either kind, and say what it is; raises `UserError` with its problems."""
+def read_either(name: str) -> tuple[Table, Source]:
+    """Read and validate a file or shipped name, of either kind; raises `UserError` with its problems."""
     kinds: tuple[type[Table], ...] = (Hardware, Workload)
     path = Path(name)
     if not path.is_file():
@@ -364,8 +364,7 @@ def check_file(name: str) -> str:
                 "is neither a hardware file ([mesh], [core] ...) nor a workload ([model], [data] ...)",
             )
     source = Source(read_toml(path), name, path.resolve().parent)
-    table = validate(kind, with_regions(source) if kind is Hardware else source)
-    return f"{kind.__name__.lower()} {table.name!r} is valid"  # type: ignore[attr-defined]
+    return validate(kind, with_regions(source) if kind is Hardware else source), source
 
 
 def first_comment(path: Path) -> str:

@@ -24,6 +24,7 @@ _CLASSES = 10
 SOURCE = Source(
     names=(_FOLDER, "cifar10"),
     contents=f"the files of cifar-10-binary.tar.gz: {', '.join(_TRAIN + _TEST)}",
+    images=True,
 )
 
 

@@ -67,6 +67,11 @@ def extent(data: Data) -> tuple[tuple[int, ...], int] | None:
     return None if data.shape is None or samples is None else (tuple(data.shape), samples)
 
 
+def find_data(data: Data, *, where: str, base: Path | None) -> Path | None:
+    """Where the files of a workload's data are, None if its kind has none; raises `UserError` if they are not there."""
+    return find(_READERS[data.kind][0], data.path, base, where) if data.kind in _READERS else None
+
+
 def _read(data: Data, seed: int, where: str, base: Path | None) -> Dataset:
     if data.kind in _READERS:
         source, read = _READERS[data.kind]

@@ -23,10 +23,12 @@ class Source:
     ----------
     names : where they may lie below `$PBSIM_DATA`, first found first taken.
     contents : what has to be there, in words.
+    images : whether the same may be had as a folder or zip of images.
     """
 
     names: tuple[str, ...]
     contents: str
+    images: bool = False
 
 
 def find(source: Source, path: str | None, base: Path | None, where: str) -> Path:
@@ -64,7 +66,21 @@ def _not_found(source: Source, root: str | None, where: str) -> UserError:
 
 
 def _remedy(source: Source) -> str:
-    return (
+    remedy = (
         f"set `path` in [data], or ${VARIABLE} to a folder with {' or '.join(source.names)}, "
         f"and put there {source.contents}"
     )
+    if source.images:
+        remedy += (
+            "; or take a folder or zip of images, train/CLASS/IMAGE and test/CLASS/IMAGE: "
+            f"--set data.kind=image_folder --set data.path={_zip_at_hand()}"
+        )
+    return f"{remedy}; or made-up samples: --set data.kind=random"
+
+
+def _zip_at_hand() -> str:
+    """A zip file below `$PBSIM_DATA` that may be one of images, or a word for it."""
+    root = os.environ.get(VARIABLE)
+    zips = sorted(Path(root).expanduser().glob("*.zip")) if root else []
+    likely = [path for path in zips if "image" in path.name or "cifar" in path.name] or zips
+    return str(likely[0]) if likely else "PATH"

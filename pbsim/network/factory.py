@@ -79,6 +79,11 @@ def build_shapes(
     return model, f"the weights of {factory} are in memory, as it cannot run on torch's meta device: {reason}"
 
 
+def find_factory(factory: str, arguments: Mapping[str, Any], *, base: Path | None, where: str) -> None:
+    """Look a model factory up, without calling it; raises `UserError` if there is none that takes the arguments."""
+    _bound(factory, arguments, base, where)
+
+
 @dataclass(frozen=True)
 class _Call:
     """A factory with its arguments, to be called on one device or another."""

@@ -94,9 +94,9 @@ def _obstacle(place: Place) -> str:
         return ""
     here = Path.cwd().resolve()
     if path == here or path in here.parents:
-        return "is the current directory, or contains it; choose another --out"
+        return "is the current directory, or contains it; name another"
     if not place.force:
-        return "exists already; choose another --out, or replace it with --force"
+        return "exists already; name another directory, or remove this one (on the command line --force replaces it)"
     stranger = foreign(path)
     return f"{stranger}, and is not replaced even with --force" if stranger else ""
 
