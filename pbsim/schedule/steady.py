@@ -283,6 +283,7 @@ class CompiledRun:
         timing.delays.count, timing.delays.total = delays[:, :, 0], delays[:, :, 1]
         timing.delays.least, timing.delays.most = engine.delays[:, :, 2].copy(), engine.delays[:, :, 3].copy()
         ledger = timing.ledger
+        ledger.settle()
         for column, category in enumerate(compiled.LEVELS):
             for core in range(self.machine.stages):
                 ledger.current[core][category] = int(engine.levels[core, column])
