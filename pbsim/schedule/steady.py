@@ -213,8 +213,10 @@ class CompiledRun:
         rows = np.concatenate([np.empty((0, len(COLUMNS)), np.int64), *pieces])
         step, now = Shift(cycles, period, period), self.engine.now
         yield Chunk.of(rows, now + 1)
-        for copy in range(1, times + 1):
-            yield Chunk.of((step * copy).of(rows), now + copy * cycles + 1)
+        block = max(1, self.chunk_rows // max(1, len(rows)))
+        for first in range(1, times + 1, block):
+            copies = range(first, min(first + block, times + 1))
+            yield Chunk.of(np.concatenate([(step * copy).of(rows) for copy in copies]), now + copies[-1] * cycles + 1)
         self.shift = step * times
 
     def _estimate(self, marks: list[Progress]) -> None:
