@@ -33,6 +33,8 @@ PROGRESS_EVENTS = 2_000_000
 """Events between signs of life."""
 HASHED_EVENTS = 2_000
 """Events between looks at the state, about; a look costs as much as some hundred events."""
+COPIED_ROWS = 2_000_000
+"""The most rows of a period that are kept to be repeated; longer ones are simulated again."""
 WINDOWS = 8
 """Windows whose spread an estimate reports."""
 TAIL = 4
@@ -199,7 +201,7 @@ class CompiledRun:
                 yield from self._run(sample + period)
                 sample += period
         times = (samples - sample - period - TAIL) // period
-        if times <= 0:
+        if times <= 0 or (engine.recording and period * events_per_sample(self.machine) > COPIED_ROWS):
             return
         if engine.recording:
             yield from self._copy(sample, period, amount.cycle, times)
