@@ -114,8 +114,11 @@ def _free(place: Path, force: bool) -> Path:
 
 
 def _file_name(*parts: str) -> str:
-    """A name for a directory, made of parts that a user may have written anything into."""
-    return re.sub(r"[^\w.+=:@-]", "_", "-".join(parts)).lstrip(".")[:200]
+    """A name for a directory, made of parts that a user may have written anything into.
+
+    A colon goes without a trace: it would not go through scp, or to Windows.
+    """
+    return re.sub(r"[^\w.+=@-]", "_", "-".join(parts).replace(":", "")).lstrip(".")[:200]
 
 
 @app.command()

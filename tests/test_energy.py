@@ -140,7 +140,7 @@ def test_without_a_table_there_is_no_energy():
 def test_actions_of_two_cores_by_hand():
     made = machine(chain(2), "mesh", core__pes=3, pipeline__allocation="uniform")
     first, second = count_actions(made, pipelined(made, SAMPLES, SAMPLES, 1000))
-    hops = [len(route.links) for route in (made.channels[0].forward, made.channels[0].gradient)]
+    hops = 2, 2  # cores of 1 x 3 PEs beside each other: from the centre of one to the edge of the other, either way
     # Per sample, values of 10 elements, 8 weights, 2 bytes each. Stage 0 has no Bx.
     assert first == CoreActions(
         macs=SAMPLES * (64 + 64),  # F, Bw
@@ -260,7 +260,7 @@ def test_a_run_accounts_for_its_energy(run):
     count = table.groupby("action")["count"].sum()
     macs = run.stages[["macs_forward", "macs_input_gradient", "macs_weight_gradient"]].sum().sum()
     assert count["mac"] == 30 * macs
-    assert count["link_byte_hop"] == run.links["bytes"].sum()
+    assert count["link_byte_hop"] >= run.links["bytes"].sum()  # a link is crossed in one step, a core in several
     assert count["leakage"] == s["cycles"] * run.stages["pes"].sum()
     written = table.loc[table["source"] != "", "confidence"]
     assert written.isin(CONFIDENCE).all()

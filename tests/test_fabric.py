@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -291,8 +292,12 @@ def vector_machines(draw: st.DrawFn) -> tuple[dict[str, object], dict[str, objec
     return net, keys
 
 
-def lockstep_cycles(net: dict, keys: dict, samples: int = 4) -> int:
-    timing, chunks = run_pipeline(machine(chain(**net), "mesh", **keys), Batches(samples))
+def lockstep_cycles(net: dict, keys: dict) -> int:
+    return cycles_of(machine(chain(**net), "mesh", **keys))
+
+
+def cycles_of(machine: Machine, samples: int = 4) -> int:
+    timing, chunks = run_pipeline(machine, Batches(samples))
     assert sum(len(chunk.rows) for chunk in chunks)
     return timing.cycles
 
@@ -302,3 +307,13 @@ def lockstep_cycles(net: dict, keys: dict, samples: int = 4) -> int:
 def test_in_lockstep_twice_the_bandwidth_is_never_slower(drawn, key):
     net, keys = drawn
     assert lockstep_cycles(net, keys | {key: 2 * keys[key]}) <= lockstep_cycles(net, keys)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(vector_machines())
+def test_in_lockstep_twice_the_pes_on_unchanged_routes_are_never_slower(drawn):
+    net, keys = drawn
+    made = machine(chain(**net), "mesh", **keys)
+    more = machine(chain(**net), "mesh", **keys | {"core__pes": 2 * keys["core__pes"], "mesh__rows": 16})
+    cores = tuple(replace(core, cycles=larger.cycles) for core, larger in zip(made.cores, more.cores, strict=True))
+    assert cycles_of(replace(made, cores=cores)) <= cycles_of(made)

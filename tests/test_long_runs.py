@@ -134,6 +134,12 @@ def test_a_run_of_any_length_takes_the_cycles_of_its_slowest_stage():
         assert timing.delays.count[1].tolist() == [samples] * 4
 
 
+def test_in_the_steady_state_a_stage_is_busy_by_its_share_of_the_slowest_ones_time():
+    timing = outcome(unequal(), Batches(10**8), engine="compiled", kept=0).timing
+    for unit, own in zip(timing.units, (60, 61, 62, 67), strict=True):
+        assert unit.busy / timing.cycles == pytest.approx(own / 67, rel=1e-6)
+
+
 def test_without_a_repetition_in_the_budget_figures_are_an_estimate_with_its_spread():
     # the first stage takes 60 cycles and runs ahead of the last, which takes 67, until its credits are used up
     made = unequal()

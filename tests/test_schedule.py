@@ -223,6 +223,17 @@ def test_lockstep_holds_as_many_samples_as_the_delay_and_one_more(stages):
         assert peak[Category.STASH] == timing.peak_in_flight[core.stage] * core.memory.stash
 
 
+@pytest.mark.parametrize("timing", ["lockstep", "dataflow"])
+def test_weight_stashing_holds_a_version_for_the_delay_and_one_more(timing):
+    rule = UpdateRule(RECIPE, stash_weights=True)
+    run_, rows = run(machine(chain(4), rule=rule, pipeline__timing=timing), 40)
+    for stage, core in enumerate(run_.machine.cores):
+        most = max(delays(rows, stage))
+        assert run_.ledger.peak[stage][Category.WEIGHT_VERSIONS] == (most + 1) * core.memory.weights
+        if timing == "lockstep":
+            assert most == 2 * (3 - stage)
+
+
 @pytest.mark.parametrize("stages", [2, 4, 6])
 def test_credits_of_1f1b_halve_the_delay_at_the_same_throughput(stages):
     # equal stages, one shared unit, a free fabric

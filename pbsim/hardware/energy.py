@@ -7,7 +7,7 @@ mac            MACs         of the operations, by the model's shapes, in the har
 vector_op      steps        elementwise steps of the operations, prediction and update included
 sram_byte      bytes        of the operations (the datapath's traffic); of every message, read on the core that sends
                             it and written on the one that gets it; of every sample that the host writes
-link_byte_hop  byte-hops    bytes of a message times the links it crosses, booked on the core that sends it
+link_byte_hop  byte-hops    bytes of a message times its steps from PE to PE, booked on the core that sends it
 host_byte      bytes        of samples from the host, booked on the first core
 leakage        PE-cycles    PEs of the core times the run's cycles; PEs outside the cores are taken as switched off
 ============== ============ ======================================================================================
@@ -154,7 +154,7 @@ def count_actions(machine: Machine, executed: Executed) -> tuple[CoreActions, ..
         for route, count in zip((channel.forward, channel.gradient), counts, strict=True):
             message_bytes[route.source] += count * route.size
             message_bytes[route.target] += count * route.size
-            byte_hops[route.source] += count * route.size * len(route.links)
+            byte_hops[route.source] += count * route.size * route.steps
     cores = []
     for core, operations in zip(machine.cores, executed.operations, strict=True):
         done = list(zip(operations, core.cycles.operations, strict=True))

@@ -35,6 +35,7 @@ class Route:
     size : bytes; a message of none is a token that only takes the latency.
     links : numbers of the links it crosses, in order.
     offsets : cycles from its start until its head is at each link.
+    steps : steps from PE to PE that it takes.
     latency : cycles from its start until its head is at the target.
     serialisation : cycles that it holds each link.
     """
@@ -44,6 +45,7 @@ class Route:
     size: int
     links: tuple[int, ...]
     offsets: tuple[int, ...]
+    steps: int
     latency: int
     serialisation: int
 
@@ -95,6 +97,7 @@ def wire(fabric: Fabric, nodes: Sequence[Region], messages: Sequence[Message]) -
                 size,
                 links,
                 offsets=tuple(fabric.hop_cycles * crossing.steps for crossing in crossings),
+                steps=steps,
                 latency=fabric.hop_cycles * steps,
                 serialisation=transfer_cycles(size, fabric.link_bytes_per_cycle * min(wires[link] for link in links)),
             )

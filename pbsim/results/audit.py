@@ -141,9 +141,9 @@ class Audit:
                 ("PE-cycles", actions.pe_cycles, core.pes * self.timing.cycles),
             ):
                 self._require(counted == recounted, f"core {core.stage} counts {counted} {name}, seen {recounted}")
-        hops, carried = sum(actions.link_byte_hops for actions in cores), sum(self.timing.links.bytes)
-        estimated = self.timing.estimate is not None
-        self._require(estimated or hops == carried, f"{hops} byte-hops counted, {carried} bytes carried by all links")
+        hops = sum(actions.link_byte_hops for actions in cores)
+        walked = sum(count * route.size * route.steps for route, count in routes)
+        self._require(hops == walked, f"{hops} byte-hops counted, messages took {walked}")
         picojoules = sum(actions.counts[a] * account.table.pj(a) for actions in cores for a in ACTIONS)
         self._require(
             bool(np.isclose(account.joules, picojoules * 1e-12, rtol=1e-9, atol=0.0)),
@@ -352,6 +352,9 @@ class _LinkAudit:
         Audit._require(leads and nodes[-1] == route.target, f"{name} does not lead there: its links pass nodes {nodes}")
         once = len(set(nodes)) == len(nodes)
         Audit._require(once, f"{name} passes a node twice: {nodes}")
+        Audit._require(
+            route.steps >= len(route.links), f"{name} crosses {len(route.links)} links in {route.steps} steps"
+        )
         in_order = all(a < b or not fabric.hop_cycles for a, b in pairwise([*route.offsets, route.latency]))
         Audit._require(in_order, f"{name} takes its links at {route.offsets}, and arrives after {route.latency} cycles")
         for link in route.links:

@@ -33,6 +33,8 @@ PROGRESS_EVENTS = 2_000_000
 """Events between signs of life."""
 HASHED_EVENTS = 2_000
 """Events between looks at the state, about; a look costs as much as some hundred events."""
+COPIED_ROWS = 2_000_000
+"""The most rows of a period that are kept to be repeated; longer ones are simulated again."""
 WINDOWS = 8
 """Windows whose spread an estimate reports."""
 TAIL = 4
@@ -199,7 +201,7 @@ class CompiledRun:
                 yield from self._run(sample + period)
                 sample += period
         times = (samples - sample - period - TAIL) // period
-        if times <= 0:
+        if times <= 0 or (engine.recording and period * events_per_sample(self.machine) > COPIED_ROWS):
             return
         if engine.recording:
             yield from self._copy(sample, period, amount.cycle, times)
@@ -213,8 +215,10 @@ class CompiledRun:
         rows = np.concatenate([np.empty((0, len(COLUMNS)), np.int64), *pieces])
         step, now = Shift(cycles, period, period), self.engine.now
         yield Chunk.of(rows, now + 1)
-        for copy in range(1, times + 1):
-            yield Chunk.of((step * copy).of(rows), now + copy * cycles + 1)
+        block = max(1, self.chunk_rows // max(1, len(rows)))
+        for first in range(1, times + 1, block):
+            copies = range(first, min(first + block, times + 1))
+            yield Chunk.of(np.concatenate([(step * copy).of(rows) for copy in copies]), now + copies[-1] * cycles + 1)
         self.shift = step * times
 
     def _estimate(self, marks: list[Progress]) -> None:
@@ -283,6 +287,7 @@ class CompiledRun:
         timing.delays.count, timing.delays.total = delays[:, :, 0], delays[:, :, 1]
         timing.delays.least, timing.delays.most = engine.delays[:, :, 2].copy(), engine.delays[:, :, 3].copy()
         ledger = timing.ledger
+        ledger.settle()
         for column, category in enumerate(compiled.LEVELS):
             for core in range(self.machine.stages):
                 ledger.current[core][category] = int(engine.levels[core, column])
