@@ -178,7 +178,7 @@ class Energy(Table):
     sram_byte: EnergyEntry | None = None
     """One byte read from or written to a PE's SRAM."""
     link_byte_hop: EnergyEntry | None = None
-    """One byte over one link of the fabric (from one core or spare rectangle to the next), its router included."""
+    """One byte for one step from PE to PE, its router included."""
     host_byte: EnergyEntry | None = None
     """One byte from the host, off chip."""
     leakage: EnergyEntry | None = None

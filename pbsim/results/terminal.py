@@ -145,7 +145,8 @@ def _continued(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if steady := summary["steady_state"]:
         period = f"{steady['period_samples']:,} sample{'s' * (steady['period_samples'] != 1)}"
         regime = f"periodic from sample {steady['from_sample']:,}: {period} in {steady['period_cycles']:,} cycles"
-        lines.append(("steady state", f"{regime}, timing of {steady['skipped_samples']:,} samples not simulated one by one"))
+        skipped = f"timing of {steady['skipped_samples']:,} samples not simulated one by one"
+        lines.append(("steady state", f"{regime}, {skipped}"))
     if estimate := summary["estimate"]:
         least, most = (estimate[f"cycles_per_sample_{name}"] for name in ("least", "most"))
         spread = f"cycles per sample between {least:,.2f} and {most:,.2f} over {estimate['windows']} windows"
