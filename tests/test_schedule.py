@@ -271,6 +271,23 @@ def test_the_narrowest_link_sets_the_period_where_cores_are_fast():
     assert 60 * 20 <= timing.cycles < 64 * 20  # the bound, and a fill and drain of 54 cycles
 
 
+def test_the_sram_sets_the_period_where_it_is_slow():
+    # A PE of 2 bytes per cycle. F, Bx and Bw move 100 + 100 values and 8 weights of 2 bytes: 208 cycles, more than the
+    # 16 of 64 MACs; then 8 elementwise steps on 4 lanes, and a cycle of overhead for either: 212. U moves 5 * 8 values:
+    # 40 cycles, and 1 of overhead.
+    made = machine(
+        chain(3, elements=100),
+        "mesh",
+        core__pes=1,
+        core__sram_bytes_per_cycle=2,
+        pipeline__allocation="uniform",
+        fabric__link_bytes_per_cycle=float("inf"),
+    )
+    assert [core.cycles.interval(split=False) for core in made.cores] == [2 * 212 + 41, *2 * [3 * 212 + 41]]
+    _, rows = run(made, 60)
+    assert period(rows) == 3 * 212 + 41
+
+
 def test_the_host_sets_the_period_where_it_is_slow():
     made = machine(chain(2, elements=10), pipeline__timing="dataflow", host__bytes_per_cycle=0.5)
     _, rows = run(made, 30)
