@@ -20,7 +20,7 @@ import typer
 from pbsim.errors import Problem, UserError
 
 if TYPE_CHECKING:
-    from pbsim.experiment import Report
+    from pbsim.results.progress import Report
 
 app = typer.Typer(
     help="Simulate hardware on which every layer has its own core, while a real network trains on it.",
@@ -166,7 +166,7 @@ def _progress() -> Iterator[Callable[[Report], None]]:
     """A progress bar on a terminal; elsewhere a plain line now and then."""
     from rich.console import Console
 
-    from pbsim.results.terminal import BarProgress, LineProgress
+    from pbsim.results.progress import BarProgress, LineProgress
 
     console = Console(stderr=True)
     shown: Any = BarProgress(console) if console.is_terminal else LineProgress()

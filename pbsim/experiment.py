@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pbsim.numerics.backend import Backend
     from pbsim.optim import LearningRate, UpdateRule
     from pbsim.results import Run
+    from pbsim.results.progress import Report
     from pbsim.schedule import Batches
 
 HardwareLike = str | Path | Mapping[str, Any] | Hardware
@@ -48,17 +49,6 @@ WorkloadLike = str | Path | Mapping[str, Any] | Workload
 
 _RUNS = threading.RLock()
 """Runs of several threads go one behind the other: threads of torch and BLAS are the process's, and so is the GIL."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """How far a run is: for whoever shows its progress."""
-
-    samples: int
-    total: int
-    cycles: int
-    loss: float
-    """Mean training loss of the latest samples; NaN before the first."""
 
 
 @dataclass(frozen=True)
@@ -447,6 +437,7 @@ def _execute(setup: Setup, writer: Any, progress: Callable[[Report], None]) -> M
     from pbsim.numerics.training import due_samples, train
     from pbsim.results.audit import Audit
     from pbsim.results.metrics import MetricsStream
+    from pbsim.results.progress import Report
     from pbsim.results.tables import (
         core_rows,
         energy_rows,

@@ -12,9 +12,10 @@ from torch import nn
 
 import pbsim
 from pbsim.config import Hardware, read_source
-from pbsim.experiment import Report, resolve, run_experiment
-from pbsim.results import Run, terminal
+from pbsim.experiment import resolve, run_experiment
+from pbsim.results import Run, progress, terminal
 from pbsim.results.figures import PARTS, stage_label
+from pbsim.results.progress import Report
 
 NETWORK: dict[str, Any] = {
     "name": "made_up",
@@ -148,8 +149,8 @@ def test_the_last_report_of_progress_is_of_the_finished_run(machine, timing_only
 
 
 def test_a_line_of_progress_promises_nothing_before_the_first_sample(capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "LINE_EVERY_SECONDS", 0.0)
-    with terminal.LineProgress() as shown:
+    monkeypatch.setattr(progress, "LINE_EVERY_SECONDS", 0.0)
+    with progress.LineProgress() as shown:
         shown.update(Report(0, 10, 3, float("nan")))
         shown.update(Report(5, 10, 30, 1.5))
     first, second = capsys.readouterr().err.splitlines()

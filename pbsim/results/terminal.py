@@ -1,15 +1,10 @@
-"""What a run says on a terminal: progress while it goes on, a table at its end."""
+"""What a run says on a terminal at its end: a table, and where everything is."""
 
 from __future__ import annotations
 
-import math
-import sys
-import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,71 +14,6 @@ from pbsim.results.run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from pbsim.experiment import Report
-
-LINE_EVERY_SECONDS = 10.0
-
-
-def describe_progress(report: Report, samples_per_second: float) -> str:
-    """Samples per second of real time, simulated cycles, loss."""
-    loss = "" if math.isnan(report.loss) else f", loss {report.loss:.4f}"
-    return f"{samples_per_second:,.0f} samples/s, {report.cycles:,} cycles{loss}"
-
-
-class BarProgress:
-    """A progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        self._bar = Progress(
-            TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
-            TimeRemainingColumn(), console=console, transient=True,
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=None, state="preparing")
-        self._since: float | None = None
-
-    def __enter__(self) -> BarProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def update(self, report: Report) -> None:
-        """Show how far the run is."""
-        self._since = self._since or time.monotonic()
-        rate = report.samples / max(1e-9, time.monotonic() - self._since)
-        state = describe_progress(report, rate)
-        self._bar.update(self._task, completed=report.samples, total=report.total, state=state)
-
-
-class LineProgress:
-    """Plain lines, for logs."""
-
-    def __init__(self) -> None:
-        self._since = self._last = time.monotonic()
-
-    def __enter__(self) -> LineProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def update(self, report: Report) -> None:
-        """Print how far the run is, every so often."""
-        now = time.monotonic()
-        if now - self._last < LINE_EVERY_SECONDS:
-            return
-        self._last = now
-        elapsed = now - self._since
-        state = describe_progress(report, report.samples / elapsed)
-        left = elapsed * (report.total - report.samples) / report.samples if report.samples else math.nan
-        rest = "" if math.isnan(left) else f", {left:.0f} s left"
-        print(f"{report.samples:,} of {report.total:,} samples, {state}{rest}", file=sys.stderr, flush=True)
 
 
 def print_run(run: Run, console: Console | None = None) -> None:
