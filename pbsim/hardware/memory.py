@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pbsim.hardware.machine import Machine
 
@@ -28,67 +33,92 @@ class Category(IntEnum):
 PERMANENT = (Category.WEIGHTS, Category.MOMENTUM, Category.PREVIOUS_WEIGHTS)
 
 
+class Booking(NamedTuple):
+    """What some step of a core takes and gives back at once: its number in the ledger, and bytes in all."""
+
+    number: int
+    size: int
+
+
 class Ledger:
     """Bytes per core and category: current, and the highest level that each, each core and the machine have held.
 
     A level counts once a cycle is over: what leaves and what comes within one cycle do not add up. The peak of a
     total is the highest level at one time, not the sum of the categories' peaks.
 
+    Steps take and give back the same bytes for every sample, so they are agreed on once (`booking`). During a run the
+    ledger only notes which came at which cycle, in any order; `settle` works out the levels.
+
     Attributes
     ----------
-    current, peak, peak_cycle : by core and category; the cycle is the first at whose end the peak was held.
+    notes : cycle and number of bookings that are not settled yet, one after the other.
+    current, peak, peak_cycle : by core and category, as settled; the cycle is the first at whose end the peak was held.
     core_peak, core_peak_cycle, machine_peak : of the totals.
     """
 
     def __init__(self, machine: Machine) -> None:
-        self.current = [[0] * len(Category) for _ in machine.cores]
-        self.peak = [[0] * len(Category) for _ in machine.cores]
-        self.peak_cycle = [[0] * len(Category) for _ in machine.cores]
-        self.core_peak = [0] * machine.stages
-        self.core_peak_cycle = [0] * machine.stages
-        self.machine_peak = 0
-        self._core_total = [0] * machine.stages
-        self._machine_total = 0
-        self._cycle = 0
-        self._grown: list[tuple[int, int]] = []
+        held = [[0] * len(Category) for _ in machine.cores]
         for core in machine.cores:
-            self.add(0, core.stage, Category.WEIGHTS, core.memory.weights)
-            self.add(0, core.stage, Category.MOMENTUM, core.memory.momentum)
-            self.add(0, core.stage, Category.PREVIOUS_WEIGHTS, core.memory.previous_weights)
+            for category in PERMANENT:
+                held[core.stage][category] = getattr(core.memory, category.label)
+        self.current, self.peak = held, [list(levels) for levels in held]
+        self.peak_cycle = [[0] * len(Category) for _ in machine.cores]
+        self.core_peak = [sum(levels) for levels in held]
+        self.core_peak_cycle = [0] * machine.stages
+        self.machine_peak = sum(self.core_peak)
+        self.notes: list[int] = []
+        self._bookings: dict[tuple[int, tuple[int, ...]], Booking] = {}
 
-    def add(self, cycle: int, core: int, category: int, size: int) -> None:
-        """Take `size` bytes at a cycle (or give them back, where negative); cycles never go back."""
-        if cycle != self._cycle:
-            self.settle()
-            self._cycle = cycle
-        if size:
-            self.current[core][category] += size
-            self._core_total[core] += size
-            self._machine_total += size
-            if size > 0:
-                self._grown.append((core, category))
+    def booking(self, core: int, sizes: Mapping[Category, int]) -> Booking:
+        """Agree on bytes that a core takes (or gives back, where negative) together."""
+        row = tuple(sizes.get(category, 0) for category in Category)
+        return self._bookings.setdefault((core, row), Booking(len(self._bookings), sum(row)))
 
-    def level(self, core: int) -> int:
-        """All that a core holds now."""
-        return self._core_total[core]
+    def add(self, cycle: int, core: int, category: Category, size: int) -> None:
+        """Take bytes of one category at a cycle, or give them back."""
+        self.notes.extend((cycle, self.booking(core, {category: size}).number))
 
-    def settle(self) -> None:
-        """The cycle is over: note the levels of what has grown in it."""
-        for core, category in self._grown:
-            level = self.current[core][category]
-            if level > self.peak[core][category]:
-                self.peak[core][category], self.peak_cycle[core][category] = level, self._cycle
-            if self._core_total[core] > self.core_peak[core]:
-                self.core_peak[core], self.core_peak_cycle[core] = self._core_total[core], self._cycle
-        if self._machine_total > self.machine_peak:
-            self.machine_peak = self._machine_total
-        self._grown.clear()
+    def settle(self, before: int | None = None) -> None:
+        """Work out the levels at the end of every cycle before this one, or of all: nothing else comes for them."""
+        cycle, number = np.array(self.notes, np.int64).reshape(-1, 2).T
+        over = np.full(len(cycle), True) if before is None else cycle < before
+        self.notes[:] = np.stack([cycle[~over], number[~over]], axis=1).ravel().tolist()
+        if not over.any():
+            return
+        order = np.argsort(cycle[over], kind="stable")
+        cycle, number = cycle[over][order], number[over][order]
+        cores = np.array([core for core, _ in self._bookings])[number]
+        sizes = np.array([row for _, row in self._bookings])[number]
+        machine = sum(map(sum, self.current)) + np.cumsum(sizes.sum(axis=1))
+        self.machine_peak = max(self.machine_peak, int(machine[_ends(cycle)].max()))
+        by_core = np.argsort(cores, kind="stable")
+        for rows in np.split(by_core, _ends(cores[by_core])[:-1] + 1):
+            self._settle_core(int(cores[rows[0]]), cycle[rows], sizes[rows])
+
+    def _settle_core(self, core: int, cycle: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        ends = _ends(cycle)
+        levels = (self.current[core] + np.cumsum(sizes, axis=0))[ends]
+        self.current[core] = levels[-1].tolist()
+        for category, at in enumerate(levels.argmax(axis=0)):  # the first of equal ones
+            if levels[at, category] > self.peak[core][category]:
+                self.peak[core][category] = int(levels[at, category])
+                self.peak_cycle[core][category] = int(cycle[ends[at]])
+        totals = levels.sum(axis=1)
+        at = totals.argmax()
+        if totals[at] > self.core_peak[core]:
+            self.core_peak[core], self.core_peak_cycle[core] = int(totals[at]), int(cycle[ends[at]])
 
     def leftovers(self) -> list[tuple[int, Category, int]]:
         """What is held beyond weights and optimizer state, or missing: empty after a drain."""
+        self.settle()
         return [
             (core, category, current[category])
             for core, current in enumerate(self.current)
             for category in Category
             if (category not in PERMANENT and current[category]) or current[category] < 0
         ]
+
+
+def _ends(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in a sorted array the last one of each value is."""
+    return np.flatnonzero(np.append(values[1:] != values[:-1], True))
