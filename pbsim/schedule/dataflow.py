@@ -61,16 +61,15 @@ class Inbox:
     Attributes
     ----------
     parts : messages that make a sample complete.
-    next : the sample that the core runs next.
-    ready_at : the cycle at which a sample is complete, as soon as that is known.
+    next, next_at : the sample that the core runs next; the cycle at which it is complete, as soon as that is known.
     unit : whom that may wake.
     """
 
     unit: DataflowUnit
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.next = parts, 0
-        self.ready_at: dict[int, int] = {}
+        self.parts, self.next, self.next_at = parts, 0, NEVER
+        self.complete_at: dict[int, int] = {}
         self._partial: dict[int, tuple[int, int]] = {}
 
     def comes(self, sample: int, cycle: int) -> None:
@@ -81,17 +80,21 @@ class Inbox:
             if seen + 1 < self.parts:
                 self._partial[sample] = seen + 1, cycle
                 return
-        self.ready_at[sample] = cycle
-        self.unit.wake(cycle)
+        self.complete_at[sample] = cycle
+        if sample == self.next:
+            self.next_at = cycle
+            self.unit.wake(cycle)
 
-    def is_ready(self, now: int) -> bool:
-        """Whether the next sample is complete by now."""
-        return self.ready_at.get(self.next, NEVER) <= now
+    def take(self) -> int:
+        """The next sample, to be run; another one comes next."""
+        sample = self.next
+        del self.complete_at[sample]
+        self.turn_to(sample + 1)
+        return sample
 
-    def expected(self, now: int) -> int:
-        """When the next sample will be complete, if that is known and still to come."""
-        cycle = self.ready_at.get(self.next, NEVER)
-        return cycle if cycle > now else NEVER
+    def turn_to(self, sample: int) -> None:
+        """A sample comes next."""
+        self.next, self.next_at = sample, self.complete_at.get(sample, NEVER)
 
 
 class Lane:
@@ -121,12 +124,9 @@ class DataflowFabric:
         self.ready: list[tuple[int, int, int, int, Lane]] = []
         self._admitting = False
 
-    def post(self, lane: Lane, sample: int, *, alone: bool) -> None:
-        """A message has entered its core's output buffer and is ready to leave.
-
-        `alone` promises that its core posts no other message in this cycle.
-        """
-        if alone and not self.ready and self.env.quiet(ADMIT) and lane.target.has_room(lane.size):
+    def post(self, lane: Lane, sample: int) -> None:
+        """A message has entered its core's output buffer and is ready to leave; a core posts them in order."""
+        if not self.ready and self.env.quiet(ADMIT) and lane.target.has_room(lane.size):
             self._admit(lane, sample)
             return
         self.ready.append((self.env.now, lane.route.source, sample, lane.route.target, lane))
@@ -225,7 +225,7 @@ class DataflowUnit:
     def sleep(self) -> Process:
         """Wait until something arrives; account for the wait by what is missing."""
         since, held_back = self.env.now, self.core.held_back(self)
-        self._wakes_at = cycle = self.core.expected(self)
+        self._wakes_at = cycle = self.core.expects(self)
         self._alarm = self.env.event() if cycle == NEVER else Phase(self.env, self.phase, cycle - since)
         yield self._alarm
         self._wakes_at = AWAKE
@@ -274,7 +274,7 @@ class DataflowCore(CoreState):
     def choose(self, unit: DataflowUnit) -> Op | None:
         """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
         now = self.env.now
-        backward = unit.backwards and self.gradients.is_ready(now) and self.has_room(self.missing_gradient_bytes)
+        backward = unit.backwards and self.gradients.next_at <= now and self._may_backward()
         if unit.forwards and not (backward and self.backward_first) and self._forward_due(now) and self._may_forward():
             return Op.FORWARD
         return Op.INPUT_GRADIENT if backward else None
@@ -282,28 +282,32 @@ class DataflowCore(CoreState):
     def held_back(self, unit: DataflowUnit) -> bool:
         """Whether a unit that has chosen nothing has all it needs but a credit or memory."""
         now = self.env.now
-        return (unit.forwards and self._forward_due(now)) or (unit.backwards and self.gradients.is_ready(now))
+        return (unit.forwards and self._forward_due(now)) or (unit.backwards and self.gradients.next_at <= now)
 
-    def expected(self, unit: DataflowUnit) -> int:
+    def expects(self, unit: DataflowUnit) -> int:
         """When the next sample that a unit waits for will be complete, as far as is known."""
-        now = self.env.now
-        forward = self.activations.expected(now) if unit.forwards else NEVER
-        return min(forward, self.gradients.expected(now)) if unit.backwards else forward
+        now, cycle = self.env.now, NEVER
+        if unit.forwards and now < self.activations.next_at:
+            cycle = self.activations.next_at
+        if unit.backwards and now < self.gradients.next_at < cycle:
+            cycle = self.gradients.next_at
+        return cycle
 
     def _forward_due(self, now: int) -> bool:
         """Whether the inputs, and the weights, of the next forward are there."""
-        if not self.activations.is_ready(now):
+        if self.activations.next_at > now:
             return False
         return not self.drained or self.order is not None or self.version >= self._batches.index(self.activations.next)
 
     def _may_forward(self) -> bool:
         return (self.credits is None or self.in_flight < self.credits) and self.has_room(self.forward_begins.size)
 
+    def _may_backward(self) -> bool:
+        return not self.enforced or self.has_room(self.missing_gradient_bytes)
+
     def take(self, inbox: Inbox) -> int:
         """The sample that is next, for a unit to run."""
-        sample = inbox.next
-        del inbox.ready_at[sample]
-        inbox.next += 1
+        sample = inbox.take()
         if self.order is not None:
             self.order.pop()
             self._follow_order()
@@ -314,8 +318,8 @@ class DataflowCore(CoreState):
         """Let what is next in an order made by hand be next, and nothing else."""
         if self.order is not None:
             op, sample = self.order[-1] if self.order else (None, NO_SAMPLE)
-            self.activations.next = sample if op == Op.FORWARD else NO_SAMPLE
-            self.gradients.next = sample if op == Op.INPUT_GRADIENT else NO_SAMPLE
+            self.activations.turn_to(sample if op == Op.FORWARD else NO_SAMPLE)
+            self.gradients.turn_to(sample if op == Op.INPUT_GRADIENT else NO_SAMPLE)
 
     def forward(self, unit: DataflowUnit, sample: int) -> Process:
         """F of a sample: read the weights as they are, compute, pass the result on."""
@@ -368,7 +372,7 @@ class DataflowCore(CoreState):
         With split units the other unit may want one in the same cycle: unless there are enough for both, slots are
         granted once every completion has come.
         """
-        now, alone = self.env.now, len(lanes) == 1
+        now = self.env.now
         if self.free_slots < self._enough_slots:
             self._reclaim_slots(now)
         unrivalled = self.free_slots >= self._enough_slots and not self.waiting and not self.enforced
@@ -378,14 +382,14 @@ class DataflowCore(CoreState):
                     return lanes[index:]
                 self.free_slots -= 1
                 self.book(lane.enters, now)
-            self.model.fabric.post(lane, sample, alone=alone)
+            self.model.fabric.post(lane, sample)
         return ()
 
     def send_later(self, unit: DataflowUnit, lanes: Sequence[Lane], sample: int) -> Process:
         """Put messages into the output buffer as it has free slots; the unit waits."""
         for lane in lanes:
             if not lane.hold:
-                self.model.fabric.post(lane, sample, alone=False)
+                self.model.fabric.post(lane, sample)
                 continue
             since, granted = self.env.now, self.env.event()
             heappush(self.waiting, (since, sample, lane.route.target, lane, granted))
@@ -435,9 +439,9 @@ class DataflowCore(CoreState):
         _since, sample, _target, lane, granted = heappop(self.waiting)
         self.free_slots -= 1
         self.book(lane.enters, self.env.now)
-        self.model.fabric.post(lane, sample, alone=False)
         granted.succeed()
         self.grant_later()
+        self.model.fabric.post(lane, sample)
 
     def wake(self) -> None:
         """Let units that sleep choose again in this cycle."""
@@ -446,7 +450,7 @@ class DataflowCore(CoreState):
 
     def waits(self) -> Waits:
         """For a deadlock's message: what this core has, and what it waits for."""
-        ready, now = self.gradients.ready_at, self.env.now
+        ready, now = self.gradients.complete_at, self.env.now
         waits = Waits(self.stage, self.capacity - self.held, self.in_flight, self.done, len(ready))
         if self.waiting:
             _since, sample, target, lane, _granted = self.waiting[0]
@@ -483,6 +487,9 @@ class DataflowPipeline:
             DataflowCore(self, core, None if orders is None else orders[core.stage]) for core in machine.cores
         ]
         self.lanes = [lane for channel in machine.channels for lane in self._lanes(channel)]
+        for core in self.cores:
+            core.results.sort(key=lambda lane: lane.route.target)
+            core.passed_back.sort(key=lambda lane: lane.route.target)
         self.unfinished: set[DataflowUnit] = set()
         self.finished_at: dict[DataflowUnit, int] = {}
         self._freed: dict[EventPriority, list[DataflowCore]] = {}
