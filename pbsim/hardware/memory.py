@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from pbsim.compilation import compiled
 from pbsim.hardware.machine import Machine
 
 
@@ -29,6 +30,9 @@ class Category(IntEnum):
         """The name in tables."""
         return self.name.lower()
 
+
+NOTE = Struct("2q")
+"""A note of a `Ledger`: two 64-bit numbers."""
 
 PERMANENT = (Category.WEIGHTS, Category.MOMENTUM, Category.PREVIOUS_WEIGHTS)
 
@@ -51,7 +55,7 @@ class Ledger:
 
     Attributes
     ----------
-    notes : cycle and number of bookings that are not settled yet, one after the other.
+    notes : bookings that are not settled yet: packed by `NOTE`, the cycle and the booking's number.
     current, peak, peak_cycle : by core and category, as settled; the cycle is the first at whose end the peak was held.
     core_peak, core_peak_cycle, machine_peak : of the totals.
     """
@@ -66,7 +70,7 @@ class Ledger:
         self.core_peak = [sum(levels) for levels in held]
         self.core_peak_cycle = [0] * machine.stages
         self.machine_peak = sum(self.core_peak)
-        self.notes: list[int] = []
+        self.notes = bytearray()
         self._bookings: dict[tuple[int, tuple[int, ...]], Booking] = {}
 
     def booking(self, core: int, sizes: Mapping[Category, int]) -> Booking:
@@ -74,39 +78,29 @@ class Ledger:
         row = tuple(sizes.get(category, 0) for category in Category)
         return self._bookings.setdefault((core, row), Booking(len(self._bookings), sum(row)))
 
+    def note(self, cycle: int, booking: Booking) -> None:
+        """A booking comes at a cycle."""
+        self.notes += NOTE.pack(cycle, booking.number)
+
     def add(self, cycle: int, core: int, category: Category, size: int) -> None:
         """Take bytes of one category at a cycle, or give them back."""
-        self.notes.extend((cycle, self.booking(core, {category: size}).number))
+        self.note(cycle, self.booking(core, {category: size}))
 
     def settle(self, before: int | None = None) -> None:
         """Work out the levels at the end of every cycle before this one, or of all: nothing else comes for them."""
-        cycle, number = np.array(self.notes, np.int64).reshape(-1, 2).T
-        over = np.full(len(cycle), True) if before is None else cycle < before
-        self.notes[:] = np.stack([cycle[~over], number[~over]], axis=1).ravel().tolist()
-        if not over.any():
+        notes = np.frombuffer(bytes(self.notes), np.int64).reshape(-1, 2)
+        over = notes[:, 0] < (np.iinfo(np.int64).max if before is None else before)
+        self.notes[:] = notes[~over].tobytes()
+        cycle, number = notes[over].T
+        if not len(cycle):
             return
-        order = np.argsort(cycle[over], kind="stable")
-        cycle, number = cycle[over][order], number[over][order]
-        cores = np.array([core for core, _ in self._bookings])[number]
-        sizes = np.array([row for _, row in self._bookings])[number]
-        machine = sum(map(sum, self.current)) + np.cumsum(sizes.sum(axis=1))
-        self.machine_peak = max(self.machine_peak, int(machine[_ends(cycle)].max()))
-        by_core = np.argsort(cores, kind="stable")
-        for rows in np.split(by_core, _ends(cores[by_core])[:-1] + 1):
-            self._settle_core(int(cores[rows[0]]), cycle[rows], sizes[rows])
-
-    def _settle_core(self, core: int, cycle: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        ends = _ends(cycle)
-        levels = (self.current[core] + np.cumsum(sizes, axis=0))[ends]
-        self.current[core] = levels[-1].tolist()
-        for category, at in enumerate(levels.argmax(axis=0)):  # the first of equal ones
-            if levels[at, category] > self.peak[core][category]:
-                self.peak[core][category] = int(levels[at, category])
-                self.peak_cycle[core][category] = int(cycle[ends[at]])
-        totals = levels.sum(axis=1)
-        at = totals.argmax()
-        if totals[at] > self.core_peak[core]:
-            self.core_peak[core], self.core_peak_cycle[core] = int(totals[at]), int(cycle[ends[at]])
+        order = np.argsort(cycle, kind="stable")
+        cores, sizes = (np.array(column, np.int64) for column in zip(*self._bookings, strict=True))
+        tables = (self.current, self.peak, self.peak_cycle, self.core_peak, self.core_peak_cycle)
+        arrays = [np.array(table, np.int64) for table in tables]
+        highest = _levels(cycle[order], number[order], cores, sizes, *arrays)
+        self.current, self.peak, self.peak_cycle, self.core_peak, self.core_peak_cycle = (a.tolist() for a in arrays)
+        self.machine_peak = max(self.machine_peak, highest)
 
     def leftovers(self) -> list[tuple[int, Category, int]]:
         """What is held beyond weights and optimizer state, or missing: empty after a drain."""
@@ -119,6 +113,30 @@ class Ledger:
         ]
 
 
-def _ends(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in a sorted array the last one of each value is."""
-    return np.flatnonzero(np.append(values[1:] != values[:-1], True))
+@compiled
+def _levels(  # type: ignore[no-untyped-def]
+    cycle, number, core_of, sizes, current, peak, peak_cycle, core_peak, core_peak_cycle
+):
+    """Carry out bookings that are sorted by cycle, and note what is held at the end of each; returns the most in all.
+
+    Booking n changes what core core_of[n] holds by sizes[n, categories]; of current, peak and peak_cycle see `Ledger`.
+    """
+    total, machine, highest, first = current.sum(axis=1), current.sum(), 0, 0
+    for i in range(len(cycle)):
+        core, size = core_of[number[i]], sizes[number[i]]
+        for category in range(len(size)):
+            current[core, category] += size[category]
+            total[core] += size[category]
+            machine += size[category]
+        if i + 1 < len(cycle) and cycle[i + 1] == cycle[i]:
+            continue
+        for k in range(first, i + 1):
+            core = core_of[number[k]]
+            for category in range(len(size)):
+                if current[core, category] > peak[core, category]:
+                    peak[core, category], peak_cycle[core, category] = current[core, category], cycle[i]
+            if total[core] > core_peak[core]:
+                core_peak[core], core_peak_cycle[core] = total[core], cycle[i]
+        highest = max(highest, machine)
+        first = i + 1
+    return highest

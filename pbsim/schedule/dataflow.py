@@ -41,7 +41,7 @@ from pbsim.schedule.timing import (
     UnitCycles,
     Waits,
 )
-from pbsim.schedule.trace import Op
+from pbsim.schedule.trace import ROW, Op
 
 Process = Generator[simpy.Event, object, None]
 
@@ -154,7 +154,7 @@ class DataflowFabric:
         start = self.links.admit(route, now)
         left = start + lane.hold
         arrival = left + lane.latency
-        self.record((start, arrival, route.source, Op.SEND, sample, -1, route.target))
+        self.record(ROW.pack(start, arrival, route.source, Op.SEND, sample, -1, route.target))
         lane.carried += 1
         if lane.hold:
             lane.source.output_leaves(lane, left, now)
@@ -331,7 +331,7 @@ class DataflowCore(CoreState):
             self.model.freed(self, AGAIN)
         elif self.stage == 0:
             self.model.host.send()
-        self.record((now, now + cycles, self.stage, Op.FORWARD, sample, self.version, -1))
+        self.record(ROW.pack(now, now + cycles, self.stage, Op.FORWARD, sample, self.version, -1))
         yield self.env.timeout(cycles)
         unit.usage.forward += cycles
         if not self.results:
@@ -343,19 +343,19 @@ class DataflowCore(CoreState):
         """Bx, Bw and, where one is due, U of a sample, back to back; the gradients leave at the end of Bx."""
         now, stage, record, usage = self.env.now, self.stage, self.record, unit.usage
         version = self.begin_backward(sample, now)
-        record((now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, version, -1))
+        record(ROW.pack(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, version, -1))
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
         if self.passed_back and (rest := self.send(self.passed_back, sample)):
             yield from self.send_later(unit, rest, sample)
         now = self.env.now
         end = computed = now + self.weight_gradient_cycles
-        record((now, computed, stage, Op.WEIGHT_GRADIENT, sample, version, -1))
+        record(ROW.pack(now, computed, stage, Op.WEIGHT_GRADIENT, sample, version, -1))
         updates = self.updates_after(sample)
         if updates:
             end += self.update_cycles
             first, made = self.update_row(sample)
-            record((computed, end, stage, Op.UPDATE, first, made, -1))
+            record(ROW.pack(computed, end, stage, Op.UPDATE, first, made, -1))
         if end > now:
             yield self.env.timeout(end - now)
         usage.input_gradient += self.input_gradient_cycles

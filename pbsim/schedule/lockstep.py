@@ -21,7 +21,7 @@ from pbsim.hardware.machine import Machine, MachineCore
 from pbsim.hardware.memory import Booking, Category
 from pbsim.schedule.batches import Batches
 from pbsim.schedule.timing import CHOOSE, CoreState, Phase, Recorder, Timing, UnitCycles
-from pbsim.schedule.trace import Op
+from pbsim.schedule.trace import ROW, Op
 
 Process = Generator[simpy.Event, object, None]
 
@@ -58,7 +58,7 @@ class LockstepPipeline:
         timing.step_cycles = self.step_cycles
         self._boundary = self.env.event()
         self._loaded = timing.ledger.booking(0, {Category.INPUT_BUFFER: machine.host_bytes})
-        self._note(0, self._loaded)
+        self.timing.ledger.note(0, self._loaded)
         recorder.load(0, 0, 0)
         units = iter(timing.units)
         for core in machine.cores:
@@ -91,9 +91,6 @@ class LockstepPipeline:
     def backward_sample(self, stage: int, step: int) -> int | None:
         """The sample whose backward a stage runs in a step."""
         return self.entering(step - 2 * (self.stages - 1) + stage)
-
-    def _note(self, cycle: int, booking: Booking) -> None:
-        self.timing.ledger.notes.extend((cycle, booking.number))
 
     def close(self) -> None:
         """Complete the accounts at the end; raises `UserError` where memory is enforced and was not enough."""
@@ -170,10 +167,10 @@ class LockstepPipeline:
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
             arrived = self.env.now
             for message in messages:
-                self._note(arrived, message.left)
-                self._note(arrived, message.arrived)
+                self.timing.ledger.note(arrived, message.left)
+                self.timing.ledger.note(arrived, message.arrived)
             if entering is not None:
-                self._note(arrived, self._loaded)
+                self.timing.ledger.note(arrived, self._loaded)
             yield Phase(self.env, CHOOSE)  # once the last core has come to wait for it, even where it ends just now
             boundary, self._boundary = self._boundary, self.env.event()
             boundary.succeed()
@@ -183,13 +180,13 @@ class LockstepPipeline:
         route, sample = message.route, self._sample_sent(message.route, step)
         assert sample is not None
         start, arrival = now + message.start, now + message.arrival
-        self.recorder.rows.extend((start, arrival, route.source, Op.SEND, sample, -1, route.target))
-        self._note(now, message.sent)
+        self.recorder.rows += ROW.pack(start, arrival, route.source, Op.SEND, sample, -1, route.target)
+        self.timing.ledger.note(now, message.sent)
         self.timing.links.carry(route)
 
     def _core(self, core: CoreState, usages: list[UnitCycles]) -> Process:
         """The story of a core: forward, then backward, then wait for the next step."""
-        stage, record = core.stage, self.recorder.rows.extend
+        stage, rows = core.stage, self.recorder.rows
         together = self.machine.split and stage < self.stages - 1
         forward_usage, backward_usage = usages[0], usages[-1]
         active = {id(usage): [0, 0] for usage in usages}  # first start, last end
@@ -199,7 +196,7 @@ class LockstepPipeline:
             if forward is not None:
                 core.begin_forward(forward, begin)
                 computed = begin + core.forward_cycles
-                record((begin, computed, stage, Op.FORWARD, forward, core.version, -1))
+                rows += ROW.pack(begin, computed, stage, Op.FORWARD, forward, core.version, -1)
                 forward_usage.forward += core.forward_cycles
                 _extend(active[id(forward_usage)], begin, computed, first=forward == 0)
             if backward is not None:
@@ -209,13 +206,13 @@ class LockstepPipeline:
                 if start > begin:
                     yield self.env.timeout(start - begin)
                 version = core.begin_backward(backward, start)
-                record((start, gradient, stage, Op.INPUT_GRADIENT, backward, version, -1))
-                record((gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version, -1))
+                rows += ROW.pack(start, gradient, stage, Op.INPUT_GRADIENT, backward, version, -1)
+                rows += ROW.pack(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version, -1)
                 updated = core.updates_after(backward)
                 if updated:
                     end += core.update_cycles
                     first, made = core.update_row(backward)
-                    record((weights, end, stage, Op.UPDATE, first, made, -1))
+                    rows += ROW.pack(weights, end, stage, Op.UPDATE, first, made, -1)
                 yield self.env.timeout(end - start)
                 core.end_backward(end, updated=updated)
                 backward_usage.input_gradient += core.input_gradient_cycles

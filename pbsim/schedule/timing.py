@@ -19,9 +19,9 @@ from simpy.events import EventPriority
 from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Links
 from pbsim.hardware.machine import Machine, MachineCore
-from pbsim.hardware.memory import Booking, Category, Ledger
+from pbsim.hardware.memory import NOTE, Booking, Category, Ledger
 from pbsim.schedule.batches import Batches
-from pbsim.schedule.trace import COLUMNS, Chunk, Op, Trace
+from pbsim.schedule.trace import COLUMNS, ROW, Chunk, Op
 
 LOAD = EventPriority(2)
 """After all completions and arrivals of a cycle (SimPy's NORMAL is 1): the host sends if it can."""
@@ -100,18 +100,18 @@ class Recorder:
 
     Attributes
     ----------
-    rows : the values of rows, in the order of `COLUMNS`, one after the other; each comes at its start or before.
+    rows : packed by `ROW`, the values of `COLUMNS`; each row comes at its start or before.
     """
 
     def __init__(self, env: Clock, timing: Timing, chunk_rows: int) -> None:
         self.env, self.timing = env, timing
-        self.rows: list[int] = []
-        self._limit = chunk_rows * len(COLUMNS)
+        self.rows = bytearray()
+        self._limit = chunk_rows * ROW.size
         self._full = env.event()
 
     def load(self, start: int, end: int, sample: int) -> None:
         """Record that a sample comes from the host; as every sample does, the moment to look whether a chunk is full."""
-        self.rows.extend((start, end, 0, Op.LOAD, sample, -1, -1))
+        self.rows += ROW.pack(start, end, 0, Op.LOAD, sample, -1, -1)
         if len(self.rows) >= self._limit and not self._full.triggered:
             self._full.succeed()
 
@@ -129,10 +129,10 @@ class Recorder:
         yield self._take(self.env.now + 1)
 
     def _take(self, until: int) -> Chunk:
-        rows = Trace.of(self.rows)
+        rows = np.frombuffer(bytes(self.rows), np.int64).reshape(-1, len(COLUMNS))
         self.rows.clear()
         self.timing.settle(until)
-        return Chunk(rows, until)
+        return Chunk.of(rows, until)
 
 
 class Delays:
@@ -238,7 +238,7 @@ class Timing:
 
     def settle(self, before: int | None = None) -> None:
         """Work out what has only been noted so far, of all cycles before this one; if they are worth it, or of all."""
-        if before is None or len(self.ledger.notes) >= WORTH_SETTLING:
+        if before is None or len(self.ledger.notes) >= WORTH_SETTLING * NOTE.size:
             self.ledger.settle(before)
             self.delays.settle()
 
@@ -268,7 +268,7 @@ class CoreState:
         self._holds_gradients = False
         self._batches, self._drained = timing.batches, timing.batches.drained
         self._peaks, self._note_delay = timing.peak_in_flight, timing.delays.add
-        self._notes = timing.ledger.notes
+        self._note = timing.ledger.notes.extend
         self._agree_on_bookings(machine, timing.ledger)
 
     def _agree_on_bookings(self, machine: Machine, ledger: Ledger) -> None:
@@ -287,7 +287,7 @@ class CoreState:
 
     def book(self, booking: Booking, cycle: int) -> None:
         """Take or give back memory of this core at a cycle."""
-        self._notes.extend((cycle, booking.number))
+        self._note(NOTE.pack(cycle, booking.number))
         self.held += booking.size
 
     def begin_forward(self, sample: int, now: int) -> None:
