@@ -48,11 +48,14 @@ Process = Generator[simpy.Event, object, None]
 Order = Sequence[tuple[Op, int]]
 """What a stage runs, in this order and no other: (`Op.FORWARD` or `Op.INPUT_GRADIENT` for a backward, sample)."""
 
+F, BX, BW, U, SEND = Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE, Op.SEND
+pack = ROW.pack
 NEVER = 1 << 62
 """A cycle that no run reaches."""
 AWAKE = -1
 """When a unit wakes up that does not sleep: no cycle is before that."""
 NO_SAMPLE = -1
+UNLIMITED = 1 << 62
 
 
 class Inbox:
@@ -84,13 +87,6 @@ class Inbox:
         if sample == self.next:
             self.next_at = cycle
             self.unit.wake(cycle)
-
-    def take(self) -> int:
-        """The next sample, to be run; another one comes next."""
-        sample = self.next
-        del self.complete_at[sample]
-        self.turn_to(sample + 1)
-        return sample
 
     def turn_to(self, sample: int) -> None:
         """A sample comes next."""
@@ -154,7 +150,7 @@ class DataflowFabric:
         start = self.links.admit(route, now)
         left = start + lane.hold
         arrival = left + lane.latency
-        self.record(ROW.pack(start, arrival, route.source, Op.SEND, sample, -1, route.target))
+        self.record(pack(start, arrival, route.source, SEND, sample, -1, route.target))
         lane.carried += 1
         if lane.hold:
             lane.source.output_leaves(lane, left, now)
@@ -212,13 +208,13 @@ class DataflowUnit:
                 yield from self.sleep()
                 continue
             self.started = True
-            if op == Op.FORWARD:
+            if op == F:
                 yield from core.forward(self, core.take(core.activations))
                 self.remaining -= not self.backwards
             else:
                 yield from core.backward(self, core.take(core.gradients))
                 self.remaining -= 1
-            if not env.quiet(self.phase):
+            if not (core.apart or env.quiet(self.phase)):
                 yield Phase(env, self.phase)
         core.model.finished(self)
 
@@ -246,15 +242,22 @@ class DataflowUnit:
 
 
 class DataflowCore(CoreState):
-    """A core: buffers, credits, and the operations its units run."""
+    """A core: buffers, credits, and the operations its units run.
+
+    Attributes
+    ----------
+    apart : whether nothing that others do reaches the core within a cycle; then it need not wait for them to choose.
+    """
 
     def __init__(self, model: DataflowPipeline, core: MachineCore, order: Order | None) -> None:
         super().__init__(model.env, model.machine, model.timing, core)
         pipeline = model.machine.hardware.pipeline
-        self.model, self.credits, self.record = model, core.credits, model.recorder.rows.extend
-        self.enforced, self.capacity = pipeline.memory == "enforce", core.memory.capacity
-        self.drained = model.timing.batches.drained
-        self.backward_first = pipeline.priority == "backward" and not self.drained
+        self.model, self.record, self.post = model, model.recorder.rows.extend, model.fabric.post
+        self.enforced = pipeline.memory == "enforce"
+        self.capacity = core.memory.capacity if self.enforced else UNLIMITED
+        self.credits = UNLIMITED if core.credits is None else core.credits
+        self.backward_first = pipeline.priority == "backward" and not self._drained
+        self._awaits_updates = self._drained and order is None
         self.free_slots = pipeline.output_slots
         self.activations = Inbox(parts=max(1, len(self.incoming)))
         self.gradients = Inbox(parts=max(1, len(self.outgoing)))
@@ -264,20 +267,22 @@ class DataflowCore(CoreState):
         self.passed_back: list[Lane] = []
         self.units: list[DataflowUnit] = []
         self.waiting: list[tuple[int, int, int, Lane, simpy.Event]] = []
+        self.apart = False
         self._leaving: list[int] = []
         self._enough_slots = len(self.incoming) + len(self.outgoing) if model.machine.split else 1
 
     def has_room(self, size: int) -> bool:
-        """Whether the core's memory has room for so much more; always, where capacity is not enforced."""
-        return not self.enforced or self.held + size <= self.capacity
+        """Whether the core's memory has room for so much more."""
+        return self.held + size <= self.capacity
 
     def choose(self, unit: DataflowUnit) -> Op | None:
         """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
-        now = self.env.now
-        backward = unit.backwards and self.gradients.next_at <= now and self._may_backward()
-        if unit.forwards and not (backward and self.backward_first) and self._forward_due(now) and self._may_forward():
-            return Op.FORWARD
-        return Op.INPUT_GRADIENT if backward else None
+        now, room = self.env.now, self.capacity - self.held
+        backward = unit.backwards and self.gradients.next_at <= now and self.missing_gradient_bytes <= room
+        if unit.forwards and not (backward and self.backward_first) and self._forward_due(now):
+            if self.in_flight < self.credits and self.forward_begins.size <= room:
+                return F
+        return BX if backward else None
 
     def held_back(self, unit: DataflowUnit) -> bool:
         """Whether a unit that has chosen nothing has all it needs but a credit or memory."""
@@ -297,18 +302,15 @@ class DataflowCore(CoreState):
         """Whether the inputs, and the weights, of the next forward are there."""
         if self.activations.next_at > now:
             return False
-        return not self.drained or self.order is not None or self.version >= self._batches.index(self.activations.next)
-
-    def _may_forward(self) -> bool:
-        return (self.credits is None or self.in_flight < self.credits) and self.has_room(self.forward_begins.size)
-
-    def _may_backward(self) -> bool:
-        return not self.enforced or self.has_room(self.missing_gradient_bytes)
+        return not self._awaits_updates or self.version >= self._batches.index(self.activations.next)
 
     def take(self, inbox: Inbox) -> int:
         """The sample that is next, for a unit to run."""
-        sample = inbox.take()
-        if self.order is not None:
+        sample = inbox.next
+        del inbox.complete_at[sample]
+        if self.order is None:
+            inbox.turn_to(sample + 1)
+        else:
             self.order.pop()
             self._follow_order()
             self.wake()
@@ -318,8 +320,8 @@ class DataflowCore(CoreState):
         """Let what is next in an order made by hand be next, and nothing else."""
         if self.order is not None:
             op, sample = self.order[-1] if self.order else (None, NO_SAMPLE)
-            self.activations.turn_to(sample if op == Op.FORWARD else NO_SAMPLE)
-            self.gradients.turn_to(sample if op == Op.INPUT_GRADIENT else NO_SAMPLE)
+            self.activations.turn_to(sample if op == F else NO_SAMPLE)
+            self.gradients.turn_to(sample if op == BX else NO_SAMPLE)
 
     def forward(self, unit: DataflowUnit, sample: int) -> Process:
         """F of a sample: read the weights as they are, compute, pass the result on."""
@@ -331,7 +333,7 @@ class DataflowCore(CoreState):
             self.model.freed(self, AGAIN)
         elif self.stage == 0:
             self.model.host.send()
-        self.record(ROW.pack(now, now + cycles, self.stage, Op.FORWARD, sample, self.version, -1))
+        self.record(pack(now, now + cycles, self.stage, F, sample, self.version, -1))
         yield self.env.timeout(cycles)
         unit.usage.forward += cycles
         if not self.results:
@@ -343,19 +345,19 @@ class DataflowCore(CoreState):
         """Bx, Bw and, where one is due, U of a sample, back to back; the gradients leave at the end of Bx."""
         now, stage, record, usage = self.env.now, self.stage, self.record, unit.usage
         version = self.begin_backward(sample, now)
-        record(ROW.pack(now, now + self.input_gradient_cycles, stage, Op.INPUT_GRADIENT, sample, version, -1))
+        record(pack(now, now + self.input_gradient_cycles, stage, BX, sample, version, -1))
         if self.input_gradient_cycles:
             yield self.env.timeout(self.input_gradient_cycles)
         if self.passed_back and (rest := self.send(self.passed_back, sample)):
             yield from self.send_later(unit, rest, sample)
         now = self.env.now
         end = computed = now + self.weight_gradient_cycles
-        record(ROW.pack(now, computed, stage, Op.WEIGHT_GRADIENT, sample, version, -1))
+        record(pack(now, computed, stage, BW, sample, version, -1))
         updates = self.updates_after(sample)
         if updates:
             end += self.update_cycles
             first, made = self.update_row(sample)
-            record(ROW.pack(computed, end, stage, Op.UPDATE, first, made, -1))
+            record(pack(computed, end, stage, U, first, made, -1))
         if end > now:
             yield self.env.timeout(end - now)
         usage.input_gradient += self.input_gradient_cycles
@@ -364,7 +366,8 @@ class DataflowCore(CoreState):
         self.end_backward(end, updated=updates)
         if self.enforced:
             self.model.freed(self, LOAD)
-        self.wake()
+        if len(self.units) > 1:
+            self.wake()
 
     def send(self, lanes: Sequence[Lane], sample: int) -> Sequence[Lane]:
         """Put a result's messages into the output buffer, one after the other; returns those that wait for a slot.
@@ -382,14 +385,14 @@ class DataflowCore(CoreState):
                     return lanes[index:]
                 self.free_slots -= 1
                 self.book(lane.enters, now)
-            self.model.fabric.post(lane, sample)
+            self.post(lane, sample)
         return ()
 
     def send_later(self, unit: DataflowUnit, lanes: Sequence[Lane], sample: int) -> Process:
         """Put messages into the output buffer as it has free slots; the unit waits."""
         for lane in lanes:
             if not lane.hold:
-                self.model.fabric.post(lane, sample)
+                self.post(lane, sample)
                 continue
             since, granted = self.env.now, self.env.event()
             heappush(self.waiting, (since, sample, lane.route.target, lane, granted))
@@ -441,7 +444,7 @@ class DataflowCore(CoreState):
         self.book(lane.enters, self.env.now)
         granted.succeed()
         self.grant_later()
-        self.model.fabric.post(lane, sample)
+        self.post(lane, sample)
 
     def wake(self) -> None:
         """Let units that sleep choose again in this cycle."""
@@ -459,7 +462,7 @@ class DataflowCore(CoreState):
             waits.backward(min(ready), self.missing_gradient_bytes)
         if self._forward_due(now) and not self.has_room(self.forward_begins.size):
             waits.forward(self.activations.next, self.forward_begins.size)
-        elif self._forward_due(now) and self.credits is not None and not self._may_forward():
+        elif self._forward_due(now) and self.in_flight >= self.credits:
             waits.credit(self.activations.next, self.credits)
         for _ready, source, sample, target, lane in self.model.fabric.ready:
             if source == self.stage:
@@ -490,6 +493,8 @@ class DataflowPipeline:
         for core in self.cores:
             core.results.sort(key=lambda lane: lane.route.target)
             core.passed_back.sort(key=lambda lane: lane.route.target)
+            comes_later = all(lane.hold + lane.latency for lane in self.lanes if lane.target is core)
+            core.apart = comes_later and not core.enforced and not machine.split
         self.unfinished: set[DataflowUnit] = set()
         self.finished_at: dict[DataflowUnit, int] = {}
         self._freed: dict[EventPriority, list[DataflowCore]] = {}

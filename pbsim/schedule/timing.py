@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import simpy
+from simpy.core import BoundClass
 from simpy.events import EventPriority
 
 from pbsim.errors import Problem, UserError
@@ -44,15 +45,26 @@ EVENTS_EXHAUSTED = "No scheduled events left"
 
 
 class Clock(simpy.Environment):
-    """SimPy's environment, in cycles: all delays are integers, so `now` is one too."""
+    """SimPy's environment, in cycles: all delays are integers, so `now` is one too.
+
+    SimPy binds `timeout` early in environments of its own class only, and `now` is a property of it; both are needed
+    several times per event.
+    """
 
     if TYPE_CHECKING:
         now: int
+    else:
+        __slots__ = ("_now",)
+        timeout = BoundClass(simpy.Timeout)
 
     def quiet(self, phase: EventPriority) -> bool:
         """Whether nothing more happens in this cycle before a phase of it: then that may as well begin now."""
         queue = self._queue
         return not queue or queue[0] >= (self._now, phase)
+
+
+if not TYPE_CHECKING:
+    Clock.now = Clock._now  # the slot itself
 
 
 class Phase(simpy.Event):
