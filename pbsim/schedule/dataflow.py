@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from heapq import heappop, heappush
+from struct import Struct
 from typing import cast
 
 import simpy
@@ -25,7 +26,7 @@ from simpy.events import EventPriority
 
 from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Channel, Machine, MachineCore
-from pbsim.hardware.memory import Category, Ledger
+from pbsim.hardware.memory import NOTE, Category, Ledger
 from pbsim.schedule.timing import (
     ADMIT,
     AGAIN,
@@ -50,6 +51,7 @@ Order = Sequence[tuple[Op, int]]
 
 F, BX, BW, U, SEND = Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE, Op.SEND
 pack = ROW.pack
+three_notes = Struct(3 * NOTE.format).pack
 NEVER = 1 << 62
 """A cycle that no run reaches."""
 AWAKE = -1
@@ -106,8 +108,9 @@ class Lane:
         self.route, self.source, self.target = route, source, target
         self.size, self.hold, self.latency = route.size, route.serialisation, route.latency
         self.inbox = target.gradients if route.source > route.target else target.activations
-        self.enters = ledger.booking(route.source, {Category.OUTPUT_BUFFER: route.size})
-        self.leaves = ledger.booking(route.source, {Category.OUTPUT_BUFFER: -route.size})
+        buffered = route.size if self.hold else 0
+        self.enters = ledger.booking(route.source, {Category.OUTPUT_BUFFER: buffered})
+        self.leaves = ledger.booking(route.source, {Category.OUTPUT_BUFFER: -buffered})
         self.arrives = ledger.booking(route.target, {Category.INPUT_BUFFER: route.size})
         self.carried = 0
 
@@ -116,7 +119,8 @@ class DataflowFabric:
     """Carries messages over the links, in the order (ready cycle, source stage, sample, target stage)."""
 
     def __init__(self, model: DataflowPipeline) -> None:
-        self.env, self.links, self.record = model.env, model.timing.links, model.recorder.rows.extend
+        self.env, self.links = model.env, model.timing.links
+        self.record, self.note = model.recorder.rows.extend, model.timing.ledger.notes.extend
         self.ready: list[tuple[int, int, int, int, Lane]] = []
         self._admitting = False
 
@@ -146,15 +150,20 @@ class DataflowFabric:
 
     def _admit(self, lane: Lane, sample: int) -> None:
         """A message starts as soon as its links are free; from now it is known when it will have left and arrived."""
-        now, route, target = self.env.now, lane.route, lane.target
+        now, route, source = self.env.now, lane.route, lane.source
         start = self.links.admit(route, now)
         left = start + lane.hold
         arrival = left + lane.latency
         self.record(pack(start, arrival, route.source, SEND, sample, -1, route.target))
         lane.carried += 1
-        if lane.hold:
-            lane.source.output_leaves(lane, left, now)
-        target.book(lane.arrives, now if target.enforced else arrival)
+        if source.enforced:
+            lane.target.book(lane.arrives, now)
+            if lane.hold:
+                self.env.timeout(lane.hold + start - now, lane).callbacks.append(source.output_left)
+        else:
+            self.note(three_notes(now, lane.enters.number, left, lane.leaves.number, arrival, lane.arrives.number))
+            if lane.hold:
+                source.output_leaves(left)
         lane.inbox.comes(sample, arrival)
 
 
@@ -384,7 +393,6 @@ class DataflowCore(CoreState):
                 if not (unrivalled and self.free_slots):
                     return lanes[index:]
                 self.free_slots -= 1
-                self.book(lane.enters, now)
             self.post(lane, sample)
         return ()
 
@@ -400,17 +408,14 @@ class DataflowCore(CoreState):
             yield granted
             unit.usage.stall_output += self.env.now - since
 
-    def output_leaves(self, lane: Lane, cycle: int, now: int) -> None:
-        """The last byte of a message will have left at a cycle, and its slot be free."""
-        if self.enforced:
-            self.env.timeout(cycle - now, lane).callbacks.append(self._output_left)
-            return
-        self.book(lane.leaves, cycle)
+    def output_leaves(self, cycle: int) -> None:
+        """A slot will be free at a cycle, when the last byte of a message has left."""
         heappush(self._leaving, cycle)
         if self.waiting:
             self.grant_later()
 
-    def _output_left(self, event: simpy.Event) -> None:
+    def output_left(self, event: simpy.Event) -> None:
+        """Where memory is enforced: the last byte of a message has left, and others may wait for its room."""
         lane = cast(Lane, event.value)
         self.free_slots += 1
         self.book(lane.leaves, self.env.now)
@@ -441,7 +446,8 @@ class DataflowCore(CoreState):
             return
         _since, sample, _target, lane, granted = heappop(self.waiting)
         self.free_slots -= 1
-        self.book(lane.enters, self.env.now)
+        if self.enforced:
+            self.book(lane.enters, self.env.now)
         granted.succeed()
         self.grant_later()
         self.post(lane, sample)

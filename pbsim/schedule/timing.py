@@ -47,8 +47,8 @@ EVENTS_EXHAUSTED = "No scheduled events left"
 class Clock(simpy.Environment):
     """SimPy's environment, in cycles: all delays are integers, so `now` is one too.
 
-    SimPy binds `timeout` early in environments of its own class only, and `now` is a property of it; both are needed
-    several times per event.
+    SimPy binds `timeout` and `event` early in environments of its own class only, and `now` is a property of it; they
+    are needed several times per step.
     """
 
     if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Clock(simpy.Environment):
     else:
         __slots__ = ("_now",)
         timeout = BoundClass(simpy.Timeout)
+        event = BoundClass(simpy.Event)
 
     def quiet(self, phase: EventPriority) -> bool:
         """Whether nothing more happens in this cycle before a phase of it: then that may as well begin now."""
