@@ -8,9 +8,12 @@ from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pbsim.compilation import compiled
 from pbsim.hardware.machine import Machine
+
+IntArray = NDArray[np.int64]
 
 
 class Category(IntEnum):
@@ -100,7 +103,7 @@ class Ledger:
         arrays = [np.array(table, np.int64) for table in tables]
         highest = _levels(cycle[order], number[order], cores, sizes, *arrays)
         self.current, self.peak, self.peak_cycle, self.core_peak, self.core_peak_cycle = (a.tolist() for a in arrays)
-        self.machine_peak = max(self.machine_peak, highest)
+        self.machine_peak = max(self.machine_peak, int(highest))
 
     def leftovers(self) -> list[tuple[int, Category, int]]:
         """What is held beyond weights and optimizer state, or missing: empty after a drain."""
@@ -114,9 +117,17 @@ class Ledger:
 
 
 @compiled
-def _levels(  # type: ignore[no-untyped-def]
-    cycle, number, core_of, sizes, current, peak, peak_cycle, core_peak, core_peak_cycle
-):
+def _levels(
+    cycle: IntArray,
+    number: IntArray,
+    core_of: IntArray,
+    sizes: IntArray,
+    current: IntArray,
+    peak: IntArray,
+    peak_cycle: IntArray,
+    core_peak: IntArray,
+    core_peak_cycle: IntArray,
+) -> int:
     """Carry out bookings that are sorted by cycle, and note what is held at the end of each; returns the most in all.
 
     Booking n changes what core core_of[n] holds by sizes[n, categories]; of current, peak and peak_cycle see `Ledger`.

@@ -52,12 +52,16 @@ Order = Sequence[tuple[Op, int]]
 F, BX, BW, U, SEND = Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE, Op.SEND
 pack = ROW.pack
 three_notes = Struct(3 * NOTE.format).pack
+"""A message's entry into the output buffer, its leaving and its arrival: cycle and booking of each."""
+
 NEVER = 1 << 62
 """A cycle that no run reaches."""
 AWAKE = -1
 """When a unit wakes up that does not sleep: no cycle is before that."""
 NO_SAMPLE = -1
+"""What is next where an order made by hand has something else next."""
 UNLIMITED = 1 << 62
+"""More credits, or bytes, than any run asks for."""
 
 
 class Inbox:
@@ -159,7 +163,7 @@ class DataflowFabric:
         if source.enforced:
             lane.target.book(lane.arrives, now)
             if lane.hold:
-                self.env.timeout(lane.hold + start - now, lane).callbacks.append(source.output_left)
+                self.env.timeout(left - now, lane).callbacks.append(source.output_left)
         else:
             self.note(three_notes(now, lane.enters.number, left, lane.leaves.number, arrival, lane.arrives.number))
             if lane.hold:
@@ -288,9 +292,9 @@ class DataflowCore(CoreState):
         """What a free unit does next: forward or backward of the oldest sample that can run, or nothing."""
         now, room = self.env.now, self.capacity - self.held
         backward = unit.backwards and self.gradients.next_at <= now and self.missing_gradient_bytes <= room
-        if unit.forwards and not (backward and self.backward_first) and self._forward_due(now):
-            if self.in_flight < self.credits and self.forward_begins.size <= room:
-                return F
+        forward = unit.forwards and not (backward and self.backward_first) and self._forward_due(now)
+        if forward and self.in_flight < self.credits and self.forward_begins.size <= room:
+            return F
         return BX if backward else None
 
     def held_back(self, unit: DataflowUnit) -> bool:
@@ -384,9 +388,7 @@ class DataflowCore(CoreState):
         With split units the other unit may want one in the same cycle: unless there are enough for both, slots are
         granted once every completion has come.
         """
-        now = self.env.now
-        if self.free_slots < self._enough_slots:
-            self._reclaim_slots(now)
+        self._reclaim_slots(self.env.now)
         unrivalled = self.free_slots >= self._enough_slots and not self.waiting and not self.enforced
         for index, lane in enumerate(lanes):
             if lane.hold:
@@ -516,7 +518,8 @@ class DataflowPipeline:
     def _lanes(self, channel: Channel) -> tuple[Lane, Lane]:
         """The two directions of a channel, at the cores that use them."""
         source, target, ledger = self.cores[channel.source], self.cores[channel.target], self.timing.ledger
-        forward, gradient = Lane(channel.forward, source, target, ledger), Lane(channel.gradient, target, source, ledger)
+        forward = Lane(channel.forward, source, target, ledger)
+        gradient = Lane(channel.gradient, target, source, ledger)
         source.results.append(forward)
         target.passed_back.append(gradient)
         return forward, gradient

@@ -123,7 +123,7 @@ class Recorder:
         self._full = env.event()
 
     def load(self, start: int, end: int, sample: int) -> None:
-        """Record that a sample comes from the host; as every sample does, the moment to look whether a chunk is full."""
+        """Record that a sample comes from the host: every one does, so this is when to look whether a chunk is full."""
         self.rows += ROW.pack(start, end, 0, Op.LOAD, sample, -1, -1)
         if len(self.rows) >= self._limit and not self._full.triggered:
             self._full.succeed()
