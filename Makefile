@@ -20,6 +20,7 @@ test-slow: $(DEVELOPED)
 	$(BIN)/pytest -m slow
 
 benchmark: $(DEVELOPED)
+	$(BIN)/python benchmarks/timing_engines.py
 	$(BIN)/python benchmarks/cifar_resnet20.py
 
 $(BIN)/python:

@@ -33,6 +33,15 @@ def compiled(function: F) -> F:
     return dispatcher  # type: ignore[no-any-return]
 
 
+def inlined(function: F) -> F:
+    """Make a function part of the compiled ones of its package that call it.
+
+    Between functions numba counts references to every array; with many arrays that takes longer than a small function.
+    """
+    dispatcher: Any = njit(error_model="numpy", inline="always")(function)
+    return dispatcher  # type: ignore[no-any-return]
+
+
 class _PackageCache(FunctionCache):
     """Numba's cache of a function, valid for one state of all sources of its package."""
 

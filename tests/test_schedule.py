@@ -493,7 +493,7 @@ def test_batches_end_with_the_epoch_and_with_the_run():
 
 
 def test_an_error_within_the_simulation_is_not_taken_for_a_deadlock(monkeypatch):
-    def fail(core: DataflowCore, sample: int) -> None:
+    def fail(core: DataflowCore, now: int, *, updated: bool) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(DataflowCore, "end_backward", fail)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pbsim.config.hardware import Fabric
 from pbsim.hardware.core import transfer_cycles
@@ -48,6 +49,11 @@ class Route:
     steps: int
     latency: int
     serialisation: int
+
+    @cached_property
+    def crossings(self) -> tuple[tuple[int, int], ...]:
+        """Each link with its offset."""
+        return tuple(zip(self.links, self.offsets, strict=True))
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ class Links:
         self.ends = ends
         self.bytes = [0] * len(ends)
         self.busy_cycles = [0] * len(ends)
+        self._free_at = [0] * len(ends)
         self._reserved: list[list[tuple[int, int]]] = [[] for _ in ends]
 
     def admit(self, route: Route, ready: int) -> int:
@@ -170,28 +177,32 @@ class Links:
         forgotten.
         """
         start, hold = ready, route.serialisation
-        if hold:
-            start = self._earliest(route, ready)
-            for link, offset in zip(route.links, route.offsets, strict=True):
-                insort(self._reserved[link], (start + offset, start + offset + hold))
-        self.carry(route)
-        return start
-
-    def carry(self, route: Route) -> None:
-        """Count a message of a route."""
-        for link in route.links:
-            self.bytes[link] += route.size
-            self.busy_cycles[link] += route.serialisation
-
-    def _earliest(self, route: Route, ready: int) -> int:
-        for link in route.links:
+        if not hold:
+            return start
+        free = True
+        for link, offset in route.crossings:
             reserved = self._reserved[link]
             while reserved and reserved[0][1] <= ready:
                 reserved.pop(0)
+            if reserved and reserved[-1][1] > ready + offset:
+                free = False
+        if not free:
+            start = self._earliest(route, ready)
+        for link, offset in route.crossings:
+            insort(self._reserved[link], (start + offset, start + offset + hold))
+        return start
+
+    def carry(self, route: Route, messages: int = 1) -> None:
+        """Count messages of a route."""
+        for link in route.links:
+            self.bytes[link] += messages * route.size
+            self.busy_cycles[link] += messages * route.serialisation
+
+    def _earliest(self, route: Route, ready: int) -> int:
         start, hold, moved = ready, route.serialisation, True
         while moved:
             moved = False
-            for link, offset in zip(route.links, route.offsets, strict=True):
+            for link, offset in route.crossings:
                 for begin, end in self._reserved[link]:
                     if begin < start + offset + hold and start + offset < end:
                         start, moved = end - offset, True

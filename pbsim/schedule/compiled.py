@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pbsim.compilation import compiled
+from pbsim.compilation import compiled, inlined
 from pbsim.hardware.machine import Machine
 from pbsim.hardware.memory import PERMANENT, Category
 from pbsim.schedule.batches import Batches
@@ -357,7 +357,7 @@ class Engine:
             self.read = wider
 
 
-@compiled
+@inlined
 def _push(heap, scalars, time, what):
     """Add an event to the heap, which is ordered by time."""
     i = scalars[HEAP]
@@ -371,7 +371,7 @@ def _push(heap, scalars, time, what):
     heap[i, 0], heap[i, 1] = time, what
 
 
-@compiled
+@inlined
 def _pop(heap, scalars):
     """Take the first event from the heap; returns what it is."""
     what = heap[0, 1]
@@ -393,7 +393,7 @@ def _pop(heap, scalars):
     return what
 
 
-@compiled
+@inlined
 def _book(s, category, size, scalars, core_state, levels, dirty, dirty_count):
     """Take or give back memory of a core; returns how many cores are on the list of those that have changed."""
     levels[s, category] += size
@@ -402,7 +402,7 @@ def _book(s, category, size, scalars, core_state, levels, dirty, dirty_count):
     return _touch(s, core_state, dirty, dirty_count)
 
 
-@compiled
+@inlined
 def _touch(s, core_state, dirty, dirty_count):
     """Put a core on the list of those that have changed in this cycle."""
     if core_state[s, S_DIRTY] == 0:
@@ -412,7 +412,7 @@ def _touch(s, core_state, dirty, dirty_count):
     return dirty_count
 
 
-@compiled
+@inlined
 def _row(rows, scalars, record, start, end, stage, op, sample, version, target):
     """Record a row of the trace."""
     if record:
@@ -422,13 +422,13 @@ def _row(rows, scalars, record, start, end, stage, op, sample, version, target):
         scalars[ROW] = i + 1
 
 
-@compiled
+@inlined
 def _place(sample, p):
     """A sample's place in its batch."""
     return (sample % p[P_EPOCH]) % p[P_SIZE]
 
 
-@compiled
+@inlined
 def _is_last(sample, p):
     """Whether an update follows the sample's backward (`Batches.is_last`)."""
     if p[P_SIZE] == 1 or sample + 1 == p[P_SAMPLES] or (sample + 1) % p[P_EPOCH] == 0:
@@ -436,7 +436,7 @@ def _is_last(sample, p):
     return _place(sample, p) == p[P_SIZE] - 1
 
 
-@compiled
+@inlined
 def _forward_due(s, p, core_state):
     """Whether the inputs, and the weights, of a stage's next forward are there."""
     sample = core_state[s, S_STARTED]
@@ -445,13 +445,13 @@ def _forward_due(s, p, core_state):
     return not p[P_DRAINED] or core_state[s, S_DONE] >= sample - _place(sample, p)
 
 
-@compiled
+@inlined
 def _backward_due(s, core_state):
     """Whether the gradients of a stage's next backward are there."""
     return core_state[s, S_BACKWARD_READY] > core_state[s, S_BACKWARDS]
 
 
-@compiled
+@inlined
 def _admit(route, ready, routes, links, offsets, link_start, reserved, reserved_count, scalars):
     """Reserve a route's links from the earliest cycle at which all are free (`Links.admit`); returns that cycle."""
     hold, first, end = routes[route, R_HOLD], link_start[route], link_start[route + 1]
@@ -486,7 +486,7 @@ def _admit(route, ready, routes, links, offsets, link_start, reserved, reserved_
     return start
 
 
-@compiled
+@inlined
 def _settle_account(unit, account, now):
     """Book an idle unit's wait until now."""
     waited = now - unit[T_TIME]
@@ -769,7 +769,7 @@ def _advance(
             return BOUNDARY
 
 
-@compiled
+@inlined
 def _message(s, unit, results, result_start, passed_back, passed_back_start):
     """The route of the message that a unit's plan has next."""
     if unit[T_BACKWARD]:
@@ -777,7 +777,7 @@ def _message(s, unit, results, result_start, passed_back, passed_back_start):
     return results[result_start[s] + unit[T_STEP] - 1]
 
 
-@compiled
+@inlined
 def _post(route, sample, now, routes, scalars, ready):
     """Put a message among those that are ready, which are kept in the order in which they are admitted."""
     source, target = routes[route, R_SOURCE], routes[route, R_TARGET]
@@ -792,7 +792,7 @@ def _post(route, sample, now, routes, scalars, ready):
     ready[i, 0], ready[i, 1], ready[i, 2], ready[i, 3], ready[i, 4] = now, source, sample, target, route
 
 
-@compiled
+@inlined
 def _go_on(
     s, k, now, p, scalars, cores, routes, results, result_start, passed_back, passed_back_start,
     core_state, unit, heap, ready, read, rows,

@@ -18,21 +18,27 @@ import simpy
 from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Route
 from pbsim.hardware.machine import Machine, MachineCore
-from pbsim.hardware.memory import Category
+from pbsim.hardware.memory import Booking, Category
 from pbsim.schedule.batches import Batches
 from pbsim.schedule.timing import CHOOSE, CoreState, Phase, Recorder, Timing, UnitCycles
-from pbsim.schedule.trace import Op
+from pbsim.schedule.trace import ROW, Op
 
 Process = Generator[simpy.Event, object, None]
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """A message of a step; its start and arrival are in cycles from the moment all are sent."""
+    """A message of a step; its start and arrival are in cycles from the moment all are sent.
+
+    It is in its core's output buffer (`sent`, `left`) until the step is over, and then in its target's input buffer.
+    """
 
     route: Route
     start: int
     arrival: int
+    sent: Booking
+    left: Booking
+    arrived: Booking
 
 
 class LockstepPipeline:
@@ -51,8 +57,9 @@ class LockstepPipeline:
         self.step_cycles = self.compute_cycles + max(last_arrival, host)
         timing.step_cycles = self.step_cycles
         self._boundary = self.env.event()
-        timing.ledger.add(0, 0, Category.INPUT_BUFFER, machine.host_bytes)
-        recorder.row(0, 0, 0, Op.LOAD, 0)
+        self._loaded = timing.ledger.booking(0, {Category.INPUT_BUFFER: machine.host_bytes})
+        self.timing.ledger.note(0, self._loaded)
+        recorder.load(0, 0, 0)
         units = iter(timing.units)
         for core in machine.cores:
             usages = [next(units) for _ in range(2 if machine.split else 1)]
@@ -87,7 +94,7 @@ class LockstepPipeline:
 
     def close(self) -> None:
         """Complete the accounts at the end; raises `UserError` where memory is enforced and was not enough."""
-        self.timing.ledger.settle()
+        self.timing.settle()
         if self.machine.hardware.pipeline.memory == "enforce":
             peaks = zip(self.machine.cores, self.timing.ledger.core_peak, strict=True)
             over = [(core, peak) for core, peak in peaks if peak > core.memory.capacity]
@@ -112,7 +119,16 @@ class LockstepPipeline:
         messages = []
         for *_, route in sorted(due, key=lambda item: item[:3]):
             start = links.admit(route, 0)
-            messages.append(StepMessage(route, start, start + route.latency + route.serialisation))
+            arrival = start + route.latency + route.serialisation
+            buffered = [
+                self.timing.ledger.booking(core, {category: size})
+                for core, category, size in (
+                    (route.source, Category.OUTPUT_BUFFER, route.size),
+                    (route.source, Category.OUTPUT_BUFFER, -route.size),
+                    (route.target, Category.INPUT_BUFFER, route.size),
+                )
+            ]
+            messages.append(StepMessage(route, start, arrival, *buffered))
         return messages
 
     def _sample_sent(self, route: Route, step: int) -> int | None:
@@ -147,15 +163,14 @@ class LockstepPipeline:
                 self._send(message, step, now)
             entering = self.entering(step + 1)
             if entering is not None:
-                self.recorder.row(now, now + self.machine.host_cycles, 0, Op.LOAD, entering)
+                self.recorder.load(now, now + self.machine.host_cycles, entering)
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
             arrived = self.env.now
             for message in messages:
-                route = message.route
-                self.timing.ledger.add(arrived, route.source, Category.OUTPUT_BUFFER, -route.size)
-                self.timing.ledger.add(arrived, route.target, Category.INPUT_BUFFER, route.size)
+                self.timing.ledger.note(arrived, message.left)
+                self.timing.ledger.note(arrived, message.arrived)
             if entering is not None:
-                self.timing.ledger.add(arrived, 0, Category.INPUT_BUFFER, self.machine.host_bytes)
+                self.timing.ledger.note(arrived, self._loaded)
             yield Phase(self.env, CHOOSE)  # once the last core has come to wait for it, even where it ends just now
             boundary, self._boundary = self._boundary, self.env.event()
             boundary.succeed()
@@ -165,13 +180,13 @@ class LockstepPipeline:
         route, sample = message.route, self._sample_sent(message.route, step)
         assert sample is not None
         start, arrival = now + message.start, now + message.arrival
-        self.recorder.row(start, arrival, route.source, Op.SEND, sample, -1, route.target)
-        self.timing.ledger.add(now, route.source, Category.OUTPUT_BUFFER, route.size)
+        self.recorder.rows += ROW.pack(start, arrival, route.source, Op.SEND, sample, -1, route.target)
+        self.timing.ledger.note(now, message.sent)
         self.timing.links.carry(route)
 
     def _core(self, core: CoreState, usages: list[UnitCycles]) -> Process:
         """The story of a core: forward, then backward, then wait for the next step."""
-        stage, row = core.stage, self.recorder.row
+        stage, rows = core.stage, self.recorder.rows
         together = self.machine.split and stage < self.stages - 1
         forward_usage, backward_usage = usages[0], usages[-1]
         active = {id(usage): [0, 0] for usage in usages}  # first start, last end
@@ -179,9 +194,9 @@ class LockstepPipeline:
             begin = computed = self.env.now
             forward, backward = self.forward_sample(stage, step), self.backward_sample(stage, step)
             if forward is not None:
-                core.begin_forward(forward)
+                core.begin_forward(forward, begin)
                 computed = begin + core.forward_cycles
-                row(begin, computed, stage, Op.FORWARD, forward, core.version)
+                rows += ROW.pack(begin, computed, stage, Op.FORWARD, forward, core.version, -1)
                 forward_usage.forward += core.forward_cycles
                 _extend(active[id(forward_usage)], begin, computed, first=forward == 0)
             if backward is not None:
@@ -190,15 +205,16 @@ class LockstepPipeline:
                 end = weights = gradient + core.weight_gradient_cycles
                 if start > begin:
                     yield self.env.timeout(start - begin)
-                version = core.begin_backward(backward)
-                row(start, gradient, stage, Op.INPUT_GRADIENT, backward, version)
-                row(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version)
-                if core.updates_after(backward):
+                version = core.begin_backward(backward, start)
+                rows += ROW.pack(start, gradient, stage, Op.INPUT_GRADIENT, backward, version, -1)
+                rows += ROW.pack(gradient, weights, stage, Op.WEIGHT_GRADIENT, backward, version, -1)
+                updated = core.updates_after(backward)
+                if updated:
                     end += core.update_cycles
                     first, made = core.update_row(backward)
-                    row(weights, end, stage, Op.UPDATE, first, made)
+                    rows += ROW.pack(weights, end, stage, Op.UPDATE, first, made, -1)
                 yield self.env.timeout(end - start)
-                core.end_backward(backward)
+                core.end_backward(end, updated=updated)
                 backward_usage.input_gradient += core.input_gradient_cycles
                 backward_usage.weight_gradient += core.weight_gradient_cycles
                 backward_usage.update += end - weights

@@ -40,7 +40,7 @@ class LongLockstep:
     def chunks(self) -> Iterator[Chunk]:
         """Run to the end, handing out the trace in pieces."""
         short = Timing(self.machine, self.shorter)
-        model = LockstepPipeline(self.machine, short, Recorder(Clock(), self.chunk_rows))
+        model = LockstepPipeline(self.machine, short, Recorder(Clock(), short, self.chunk_rows))
         missing = self.timing.samples - self.shorter.samples
         if missing and not self.shorter.drained:
             yield from self._repeated(model, missing)

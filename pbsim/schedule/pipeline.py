@@ -59,7 +59,7 @@ def run_pipeline(
             return timing, CompiledRun(machine, timing, chunk_rows, kept=kept, skip=skip).chunks()
         if skip:
             return timing, LongLockstep(machine, timing, chunk_rows, kept=kept).chunks()
-    recorder = Recorder(Clock(), chunk_rows)
+    recorder = Recorder(Clock(), timing, chunk_rows)
     model: DataflowPipeline | LockstepPipeline
     if lockstep:
         model = LockstepPipeline(machine, timing, recorder)

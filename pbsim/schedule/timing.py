@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import simpy
+from simpy.core import BoundClass
 from simpy.events import EventPriority
 
 from pbsim.errors import Problem, UserError
 from pbsim.hardware.fabric import Links
 from pbsim.hardware.machine import Machine, MachineCore
-from pbsim.hardware.memory import Category, Ledger
+from pbsim.hardware.memory import NOTE, Booking, Category, Ledger
 from pbsim.schedule.batches import Batches
-from pbsim.schedule.trace import COLUMNS, Chunk, Op, Trace
+from pbsim.schedule.trace import COLUMNS, ROW, Chunk, Op
 
 LOAD = EventPriority(2)
 """After all completions and arrivals of a cycle (SimPy's NORMAL is 1): the host sends if it can."""
@@ -36,33 +37,44 @@ CHOOSE_BACKWARD = EventPriority(6)
 AGAIN = EventPriority(7)
 """Last of a cycle: what the choices have freed may be used."""
 
+WORTH_SETTLING = 100_000
+"""Notes of the ledger from which on it is settled while a run goes on."""
+
 EVENTS_EXHAUSTED = "No scheduled events left"
 """How SimPy says that a simulation is over while it waits for an event."""
 
 
 class Clock(simpy.Environment):
-    """SimPy's environment, in cycles: all delays are integers, so `now` is one too."""
+    """SimPy's environment, in cycles: all delays are integers, so `now` is one too.
+
+    SimPy binds `timeout` and `event` early in environments of its own class only, and `now` is a property of it; they
+    are needed several times per step.
+    """
 
     if TYPE_CHECKING:
         now: int
+    else:
+        __slots__ = ("_now",)
+        timeout = BoundClass(simpy.Timeout)
+        event = BoundClass(simpy.Event)
 
-    def quiet(self) -> bool:
-        """Whether nothing else happens in this cycle: then a later phase of it may as well come now."""
-        return self.peek() > self.now
+    def quiet(self, phase: EventPriority) -> bool:
+        """Whether nothing more happens in this cycle before a phase of it: then that may as well begin now."""
+        queue = self._queue
+        return not queue or queue[0] >= (self._now, phase)
+
+
+if not TYPE_CHECKING:
+    Clock.now = Clock._now  # the slot itself
 
 
 class Phase(simpy.Event):
-    """An event of the current cycle that comes at a given phase of it."""
+    """An event that comes at a given phase of a cycle: of this one, or of one so many cycles later."""
 
-    def __init__(self, env: Clock, priority: EventPriority) -> None:
-        super().__init__(env)
-        fire(self, priority)
-
-
-def fire(event: simpy.Event, priority: EventPriority) -> None:
-    """Trigger an event in a given phase of the current cycle (`Event.succeed` knows one phase only)."""
-    event._ok, event._value = True, None
-    event.env.schedule(event, priority)
+    def __init__(self, env: Clock, priority: EventPriority, delay: int = 0) -> None:
+        self.env, self.callbacks = env, []
+        self._ok, self._value = True, None
+        env.schedule(self, priority, delay)
 
 
 @dataclass
@@ -97,18 +109,23 @@ class UnitCycles:
 
 
 class Recorder:
-    """Collects the rows of a trace and stops the clock whenever a chunk is full."""
+    """Collects the rows of a trace and stops the clock when a chunk is full.
 
-    def __init__(self, env: Clock, chunk_rows: int) -> None:
-        self.env = env
-        self.rows: list[int] = []
-        self._limit = chunk_rows * len(COLUMNS)
-        self._full: simpy.Event | None = None
+    Attributes
+    ----------
+    rows : packed by `ROW`, the values of `COLUMNS`; each row comes at its start or before.
+    """
 
-    def row(self, start: int, end: int, stage: int, op: int, sample: int, version: int = -1, target: int = -1) -> None:
-        """Record an operation, at its start."""
-        self.rows.extend((start, end, stage, op, sample, version, target))
-        if len(self.rows) >= self._limit and self._full is not None and not self._full.triggered:
+    def __init__(self, env: Clock, timing: Timing, chunk_rows: int) -> None:
+        self.env, self.timing = env, timing
+        self.rows = bytearray()
+        self._limit = chunk_rows * ROW.size
+        self._full = env.event()
+
+    def load(self, start: int, end: int, sample: int) -> None:
+        """Record that a sample comes from the host: every one does, so this is when to look whether a chunk is full."""
+        self.rows += ROW.pack(start, end, 0, Op.LOAD, sample, -1, -1)
+        if len(self.rows) >= self._limit and not self._full.triggered:
             self._full.succeed()
 
     def chunks(self) -> Iterator[Chunk]:
@@ -125,8 +142,10 @@ class Recorder:
         yield self._take(self.env.now + 1)
 
     def _take(self, until: int) -> Chunk:
-        rows, self.rows = self.rows, []
-        return Chunk(Trace.of(rows), until)
+        rows = np.frombuffer(bytes(self.rows), np.int64).reshape(-1, len(COLUMNS))
+        self.rows.clear()
+        self.timing.settle(until)
+        return Chunk.of(rows, until)
 
 
 class Delays:
@@ -138,16 +157,23 @@ class Delays:
     """
 
     def __init__(self, stages: int) -> None:
+        self.notes: list[int] = []
         self.count, self.total = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
         self.least, self.most = np.full((2, stages), np.iinfo(np.int64).max), np.full((2, stages), -1)
 
     def add(self, stage: int, version: int, delay: int) -> None:
-        """Count a forward that read a version."""
-        for row in range(0 if version else 1, 2):
-            self.count[row, stage] += 1
-            self.total[row, stage] += delay
-            self.least[row, stage] = min(self.least[row, stage], delay)
-            self.most[row, stage] = max(self.most[row, stage], delay)
+        """Note a forward that reads a version; it counts once it is settled."""
+        self.notes.extend((stage, version, delay))
+
+    def settle(self) -> None:
+        """Count what has been noted."""
+        noted = np.array(self.notes, np.int64).reshape(-1, 3)
+        self.notes.clear()
+        for row, (stage, _, delay) in enumerate((noted[noted[:, 1] > 0].T, noted.T)):
+            np.add.at(self.count[row], stage, 1)
+            np.add.at(self.total[row], stage, delay)
+            np.minimum.at(self.least[row], stage, delay)
+            np.maximum.at(self.most[row], stage, delay)
 
     def table(self) -> list[tuple[float, int, int]]:
         """Mean, least and most per stage, over forwards that read version 1 or later (over all, if none did)."""
@@ -223,9 +249,20 @@ class Timing:
         """Samples of the run."""
         return self.batches.samples
 
+    def settle(self, before: int | None = None) -> None:
+        """Work out what has only been noted so far, of all cycles before this one; if they are worth it, or of all."""
+        if before is None or len(self.ledger.notes) >= WORTH_SETTLING * NOTE.size:
+            self.ledger.settle(before)
+            self.delays.settle()
+
 
 class CoreState:
-    """What a core keeps, in either timing: versions, samples in flight, and its entries in the memory ledger."""
+    """What a core keeps, in either timing: versions, samples in flight, and its entries in the memory ledger.
+
+    Attributes
+    ----------
+    held : bytes of its memory in use, as far as they have been booked.
+    """
 
     def __init__(self, env: Clock, machine: Machine, timing: Timing, core: MachineCore) -> None:
         self.env, self.stage, self.memory = env, core.stage, core.memory
@@ -235,41 +272,55 @@ class CoreState:
         self.update_cycles = core.cycles.update.total
         self.incoming = [c for c in machine.channels if c.target == self.stage]
         self.outgoing = [c for c in machine.channels if c.source == self.stage]
-        host_bytes = machine.host_bytes if self.stage == 0 else 0
-        self.activation_bytes = host_bytes + sum(c.forward.size for c in self.incoming)
-        self.gradient_bytes = sum(c.gradient.size for c in self.outgoing)
-        self.sample_bytes = self.memory.stash + self.memory.weight_versions
         self.version = 0
         self.done = 0
         self.in_flight = 0
+        self.held = sum(timing.ledger.current[self.stage])
         self._stash_weights = machine.stash_weights
         self._versions: dict[int, int] = {}
         self._holds_gradients = False
-        self._batches = timing.batches
-        self._timing, self._add = timing, timing.ledger.add
+        self._batches, self._drained = timing.batches, timing.batches.drained
+        self._peaks, self._note_delay = timing.peak_in_flight, timing.delays.add
+        self._note = timing.ledger.notes.extend
+        self._agree_on_bookings(machine, timing.ledger)
 
-    def book(self, category: Category, size: int) -> None:
-        """Take or give back memory of this core now."""
-        self._add(self.env.now, self.stage, category, size)
+    def _agree_on_bookings(self, machine: Machine, ledger: Ledger) -> None:
+        """A forward moves the input into the stash; a backward needs room for the gradient of the weights until the
+        update, and leaves nothing of its sample behind.
+        """
+        host_bytes = machine.host_bytes if self.stage == 0 else 0
+        kept = {Category.STASH: self.memory.stash, Category.WEIGHT_VERSIONS: self.memory.weight_versions}
+        gone = {category: -size for category, size in kept.items()}
+        gone[Category.INPUT_BUFFER] = -sum(c.gradient.size for c in self.outgoing)
+        activation_bytes = host_bytes + sum(c.forward.size for c in self.incoming)
+        self.forward_begins = ledger.booking(self.stage, {Category.INPUT_BUFFER: -activation_bytes} | kept)
+        self.backward_begins = ledger.booking(self.stage, {Category.GRADIENTS: self.memory.gradients})
+        self.backward_ends = ledger.booking(self.stage, gone)
+        self.update_ends = ledger.booking(self.stage, gone | {Category.GRADIENTS: -self.memory.gradients})
 
-    def begin_forward(self, sample: int) -> None:
+    def book(self, booking: Booking, cycle: int) -> None:
+        """Take or give back memory of this core at a cycle."""
+        self._note(NOTE.pack(cycle, booking.number))
+        self.held += booking.size
+
+    def begin_forward(self, sample: int, now: int) -> None:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
         if self._stash_weights:
             self._versions[sample] = self.version
-        self._timing.delays.add(self.stage, self.version, 0 if self._batches.drained else self.in_flight)
+        self._note_delay(self.stage, self.version, 0 if self._drained else self.in_flight)
         self.in_flight += 1
-        if self.in_flight > self._timing.peak_in_flight[self.stage]:
-            self._timing.peak_in_flight[self.stage] = self.in_flight
-        self._add(self.env.now, self.stage, Category.INPUT_BUFFER, -self.activation_bytes)
-        self._book_kept(1)
+        if self.in_flight > self._peaks[self.stage]:
+            self._peaks[self.stage] = self.in_flight
+        self.book(self.forward_begins, now)
 
-    def begin_backward(self, sample: int) -> int:
+    def begin_backward(self, sample: int, now: int) -> int:
         """Room for the gradient of the weights, until the update; returns the version that Bx and Bw read.
 
         That is the present one, or under weight stashing the forward's.
         """
-        self.book(Category.GRADIENTS, self.missing_gradient_bytes)
-        self._holds_gradients = True
+        if not self._holds_gradients:
+            self.book(self.backward_begins, now)
+            self._holds_gradients = True
         return self._versions.pop(sample) if self._stash_weights else self.version
 
     @property
@@ -285,21 +336,16 @@ class CoreState:
         """The sample that names the update, the first of its batch, and the version that the update makes."""
         return self._batches.first(self._batches.index(sample)), self.version + 1
 
-    def end_backward(self, sample: int) -> None:
+    def end_backward(self, now: int, *, updated: bool) -> None:
         """A sample has left: its stash and, after an update, the gradient and the old weights are gone."""
-        if self.updates_after(sample):
-            self.book(Category.GRADIENTS, -self.memory.gradients)
+        if updated:
+            self.book(self.update_ends, now)
             self._holds_gradients = False
             self.version += 1
-        self.book(Category.INPUT_BUFFER, -self.gradient_bytes)
-        self._book_kept(-1)
+        else:
+            self.book(self.backward_ends, now)
         self.done += 1
         self.in_flight -= 1
-
-    def _book_kept(self, samples: int) -> None:
-        self.book(Category.STASH, samples * self.memory.stash)
-        if self.memory.weight_versions:
-            self.book(Category.WEIGHT_VERSIONS, samples * self.memory.weight_versions)
 
 
 class DeadlockError(UserError):

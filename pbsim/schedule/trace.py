@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ class Op(IntEnum):
 
 
 COMPUTE = (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.UPDATE)
+ROW = Struct("7q")
+"""A row as bytes: the values of `COLUMNS`."""
 COLUMNS = ("start", "end", "stage", "op", "sample", "version", "target")
 _START, _END, _SAMPLE, _VERSION = (COLUMNS.index(name) for name in ("start", "end", "sample", "version"))
 
