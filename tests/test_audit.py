@@ -359,12 +359,17 @@ def test_split_units_may_overlap_each_other_and_a_shared_one_may_not():
 def test_operations_that_overlap_across_chunks_are_found():
     found = ran(case(), chunk_rows=1)
     whole = Trace.concatenate(*(chunk.rows for chunk in found.chunks))
-    cycles = int(whole.start[of(3, U, 4)(whole)][0] - whole.start[of(3, F, 5)(whole)][0])
-    for k, chunk in enumerate(found.chunks):
-        rows = chunk.rows
-        chosen = (rows.op == F) & (rows.stage == 3) & (rows.sample == 5)
-        assert not (chosen.any() and (rows.sample[rows.op == U] == 4).any())
-        found.chunks[k] = Chunk(moved(lambda _, chosen=chosen: chosen, cycles)(rows), chunk.until)
+    chunk_of = {
+        key: k
+        for k, chunk in enumerate(found.chunks)
+        for key in zip(chunk.rows.stage.tolist(), chunk.rows.op.tolist(), chunk.rows.sample.tolist(), strict=True)
+    }
+    stage, sample = next(
+        (s, i) for s in range(4) for i in range(1, SAMPLES) if chunk_of[s, F, i] != chunk_of[s, U, i - 1]
+    )
+    cycles = int(whole.start[of(stage, U, sample - 1)(whole)][0] - whole.start[of(stage, F, sample)(whole)][0])
+    k = chunk_of[stage, F, sample]
+    found.chunks[k] = Chunk(moved(of(stage, F, sample), cycles)(found.chunks[k].rows), found.chunks[k].until)
     with pytest.raises(AuditError, match="a unit runs two operations at once"):
         found.audit()
 
