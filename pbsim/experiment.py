@@ -378,13 +378,14 @@ def _laid_out_anew(setup: Setup, found: CreditSearch) -> Iterator[str]:
     except UserError as error:
         yield f"with these credits in its file the network does not fit on the hardware: {error}"
         return
-    if replace(machine, hardware=setup.machine.hardware) == with_credits(setup.machine, credits):
+    searched = with_credits(setup.machine, credits)
+    if (machine.cores, machine.channels, machine.link_ends) == (searched.cores, searched.channels, searched.link_ends):
         return
     choice = Laboratory(machine).measure(credits)
     pace = "deadlocks" if choice.cycles_per_sample is None else f"needs {choice.pace} cycles per sample"
     yield (
-        f"`{pipeline.allocation}` shares out PEs by memory too: with these credits in its file the machine is laid out in "
-        f"another way, and {pace}; put them there and search once more"
+        f"`{pipeline.allocation}` shares out PEs by memory too: with these credits in its file the machine is laid out "
+        f"in another way, and {pace}; put them there and search once more"
     )
 
 

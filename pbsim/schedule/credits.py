@@ -8,11 +8,11 @@ Throughput is that of the steady state, in cycles per sample. Where the machine'
 (`pbsim.schedule.steady`) it is a fraction, exactly. Where it does not within `LATE_SAMPLES` samples or so, it is the
 pace over their later half, and counts as equal to another within `ESTIMATE_TOLERANCE`.
 
-What a search aims at is the *reference*: the fewest cycles per sample that bounded credits reach, tried from `1f1b` and
-`lockstep` to multiples of the round trips, until they reach what the busiest unit, link or host needs, or two doublings
-have gained nothing. Unbounded credits are not simulated: in front of a stage slower than those before it they have no
-steady state, since its queue grows with the run. What they deliver per cycle is what the slowest resource lets through,
-and bounded credits reach that.
+What a search aims at is the *reference*: the fewest cycles per sample that bounded credits reach, tried from `1f1b`
+(where memory is enforced, from one each) and `lockstep` to multiples of the round trips, until they reach what the
+busiest unit, link or host needs, or two doublings have gained nothing. Unbounded credits are not simulated: in front of
+a stage slower than those before it they have no steady state, since its queue grows with the run. What they deliver per
+cycle is what the slowest resource lets through, and bounded credits reach that.
 
 A lower bound comes first (Little's law): from the start of a sample's F at a stage to the end of its U there pass at
 least the round trip's cycles, one operation and message after the other; at c cycles per sample that many cycles hold
@@ -360,7 +360,7 @@ def _reference(laboratory: Laboratory) -> tuple[Choice, dict[str, Choice]]:
     least = least_credits(round_trip_cycles(machine), bound)
     tried: dict[str, Choice] = {}
     best, best_pace, gained = None, None, 0
-    for name, credits, doubling in _growing(machine.stages, least):
+    for name, credits, doubling in _growing(machine, least):
         laboratory.progress(laboratory.simulations, f"looking for the reference: {name}")
         choice = tried[name] = laboratory.measure(credits)
         pace = choice.cycles_per_sample
@@ -374,9 +374,17 @@ def _reference(laboratory: Laboratory) -> tuple[Choice, dict[str, Choice]]:
     return best, tried
 
 
-def _growing(stages: int, least: Credits) -> Iterator[tuple[str, Credits, int]]:
-    """More and more credits: name, credits, how often they were doubled."""
-    for name, credits in named_credits(stages).items():
+def _growing(machine: Machine, least: Credits) -> Iterator[tuple[str, Credits, int]]:
+    """More and more credits: name, credits, how often they were doubled.
+
+    Where memory is enforced more may deadlock, so that there the first ones are few.
+    """
+    named = named_credits(machine.stages)
+    most = 1
+    while machine.hardware.pipeline.memory == "enforce" and most < machine.stages:
+        yield f"1f1b, at most {most}", tuple(min(count, most) for count in named["1f1b"]), 0
+        most *= 2
+    for name, credits in named.items():
         yield name, credits, 0
     doubling, multiple = 0, 1
     while multiple <= LARGEST_MULTIPLE:
