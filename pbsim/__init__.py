@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pbsim.errors import UserError
-    from pbsim.experiment import load_hardware, load_workload, simulate
+    from pbsim.experiment import load_hardware, load_workload, minimum_credits, simulate
     from pbsim.results import Run, open_run
 
-__all__ = ["Run", "UserError", "load_hardware", "load_workload", "open_run", "simulate"]
+__all__ = ["Run", "UserError", "load_hardware", "load_workload", "minimum_credits", "open_run", "simulate"]
 
 _HOMES = {
     "Run": "pbsim.results",
     "UserError": "pbsim.errors",
     "load_hardware": "pbsim.experiment",
     "load_workload": "pbsim.experiment",
+    "minimum_credits": "pbsim.experiment",
     "open_run": "pbsim.results",
     "simulate": "pbsim.experiment",
 }

@@ -20,6 +20,7 @@ import typer
 from pbsim.errors import Problem, UserError
 
 if TYPE_CHECKING:
+    from pbsim.config import Source
     from pbsim.results.progress import Report
 
 app = typer.Typer(
@@ -77,7 +78,6 @@ def run(
     force: Annotated[bool, typer.Option("--force", help="Replace a run directory that stands at --out.")] = False,
 ) -> None:
     """Simulate a machine while a network trains on it, and leave a run directory."""
-    from pbsim.config import Hardware, Source, Workload, read_source
     from pbsim.experiment import resolve, run_experiment
     from pbsim.results.terminal import print_run
 
@@ -85,16 +85,7 @@ def run(
         "method": method, "samples": samples, "epochs": epochs, "seed": seed, "timing_only": timing_only or None,
         "backend": backend, "trace": trace, "threads": threads,
     }  # fmt: skip
-    sources: dict[str, Source] = {"run": Source({k: v for k, v in given.items() if v is not None}, "command line")}
-    problems: list[Problem] = []
-    for name, kind, file in (("hardware", Hardware, hardware), ("workload", Workload, workload)):
-        try:
-            sources[name] = read_source(kind, file)
-        except UserError as error:
-            problems.extend(error.problems)
-    if problems:
-        raise UserError(problems)
-    resolved = resolve(sources, tuple(set_ or ()))
+    resolved = resolve(_sources(hardware, workload, given), tuple(set_ or ()))
     settings = resolved.settings
     name = _file_name(resolved.hardware.name, resolved.workload.name, settings.method, str(settings.seed))
     place = out or _free(Path("runs") / name, force)
@@ -105,6 +96,22 @@ def run(
     except Stopped as stopped:
         stopped.left = f"the run is in {place}"
         raise
+
+
+def _sources(hardware: str, workload: str, given: dict[str, Any]) -> dict[str, Source]:
+    """Both files, and the settings that were given; raises `UserError` with the problems of both files."""
+    from pbsim.config import Hardware, Source, Workload, read_source
+
+    sources = {"run": Source({k: v for k, v in given.items() if v is not None}, "command line")}
+    problems: list[Problem] = []
+    for name, kind, file in (("hardware", Hardware, hardware), ("workload", Workload, workload)):
+        try:
+            sources[name] = read_source(kind, file)
+        except UserError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise UserError(problems)
+    return sources
 
 
 def _free(place: Path, force: bool) -> Path:
@@ -119,6 +126,36 @@ def _file_name(*parts: str) -> str:
     A colon goes without a trace: it would not go through scp, or to Windows.
     """
     return re.sub(r"[^\w.+=@-]", "_", "-".join(parts).replace(":", "")).lstrip(".")[:200]
+
+
+@app.command()
+def credits(
+    hardware: Annotated[str, typer.Argument(metavar="HARDWARE", help="A hardware file, or the name of a shipped one.")],
+    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help="A workload file, or the name of a shipped one.")],
+    method: Annotated[str, typer.Option(help="pb[+mitigation[=value]]...: what a stage holds depends on it.")] = "pb",
+    tolerance: Annotated[
+        float, typer.Option(help="By which share the cycles per sample may grow; 0.02 gives up 2 % for shorter delays.")
+    ] = 0.0,
+    event_limit: Annotated[
+        int | None, typer.Option(help="Simulated events after which the search ends. [default: 100 million]")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change a key of hardware, workload or run."),
+    ] = None,
+) -> None:
+    """Search the fewest credits per stage that keep the throughput, and print what delay other choices cost."""
+    from rich.console import Console
+
+    from pbsim.experiment import resolve, search_credits
+    from pbsim.results.progress import SearchProgress
+    from pbsim.results.terminal import print_credits
+
+    sources = _sources(hardware, workload, {"method": method, "timing_only": True})
+    resolved = resolve(sources, tuple(set_ or ()))
+    with SearchProgress(Console(stderr=True)) as progress:
+        found = search_credits(resolved, tolerance, event_limit, progress=progress.update)
+    print_credits(found, f"{resolved.workload.name} on {resolved.hardware.name}, {resolved.settings.method}")
 
 
 @app.command()

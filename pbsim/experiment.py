@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pbsim.results import Run
     from pbsim.results.progress import Report
     from pbsim.schedule import Batches
+    from pbsim.schedule.credits import CreditSearch
 
 HardwareLike = str | Path | Mapping[str, Any] | Hardware
 WorkloadLike = str | Path | Mapping[str, Any] | Workload
@@ -179,6 +180,43 @@ def simulate(
     return run_experiment(resolve(sources), out, model=model, data=data)
 
 
+def minimum_credits(
+    hardware: HardwareLike,
+    workload: WorkloadLike,
+    method: str | None = None,
+    *,
+    tolerance: float = 0.0,
+    event_limit: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    data: Any = None,
+) -> CreditSearch:
+    """Find the fewest credits per stage that keep a pipeline's throughput, and what delay other choices cost.
+
+    Nothing is trained, as in `simulate` with `timing_only`, whose other parameters these are. The machine is laid out
+    once, for the credits that the hardware file has; `pbsim.schedule.credits` says how the search goes on from there.
+
+    Parameters
+    ----------
+    tolerance : by which share the cycles per sample may grow; 0.02 trades 2 % of the throughput for shorter delays.
+    event_limit : events of the simulations after which the search ends with the best it has; by default 100 million.
+
+    Raises
+    ------
+    UserError : something in the files or arguments is wrong, or credits bound nothing: in lockstep, and under schedules
+        that drain the pipeline.
+    """
+    handed_in = [name for name, given in (("model", model), ("data", data)) if given is not None]
+    run = _settings({"method": method, "timing_only": True}, settings)
+    run["handed_in"] = sorted({*handed_in, *run.get("handed_in", [])}, reverse=True)
+    sources = {
+        "hardware": read_source(Hardware, hardware),
+        "workload": read_source(Workload, workload),
+        "run": Source(run, "settings"),
+    }
+    return search_credits(resolve(sources), tolerance, event_limit, model=model, data=data)
+
+
 def _settings(asked: Mapping[str, Any], settings: Any) -> dict[str, Any]:
     """Arguments and `settings` together; raises `UserError` where one key has two values."""
     if settings is not None and not isinstance(settings, Mapping):
@@ -282,6 +320,73 @@ def run_experiment(
         if trained is not None:
             load_parameters(setup.module, setup.resolved.settings.precision, trained)
     return Run(path, None if resolved.settings.timing_only else setup.module, keep)
+
+
+def search_credits(
+    resolved: Resolved,
+    tolerance: float = 0.0,
+    event_limit: int | None = None,
+    *,
+    model: nn.Module | None = None,
+    data: Any = None,
+    progress: Callable[[int, str], None] | None = None,
+) -> CreditSearch:
+    """Search the credits of a resolved experiment; see `minimum_credits`."""
+    from pbsim.schedule.credits import EVENT_LIMIT, SAMPLES
+    from pbsim.schedule.credits import minimum_credits as search
+
+    _check_credits_matter(resolved, tolerance, event_limit)
+    with _RUNS, _torch(resolved.settings.threads):
+        setup = _set_up(resolved, model, data)
+        _check_length(setup.machine, SAMPLES, resolved.hardware_where)
+        found = search(setup.machine, tolerance=tolerance, event_limit=event_limit or EVENT_LIMIT, progress=progress)
+        return replace(found, notes=(*setup.notes, *found.notes, *_laid_out_anew(setup, found)))
+
+
+def _check_credits_matter(resolved: Resolved, tolerance: float, event_limit: int | None) -> None:
+    """Refuse what has no credits to search."""
+    problems = []
+    if resolved.hardware.pipeline.timing == "lockstep":
+        reason = "in lockstep the steps decide that stage s of S has 2(S-1-s)+1 samples in flight, whatever credits say"
+        problems.append(Problem(resolved.hardware_where, "pipeline.timing", "lockstep", f"{reason}: use dataflow"))
+    if resolved.method.drained:
+        reason = (
+            "drains the pipeline at every update: it has no delay, and no steady throughput that credits could keep"
+        )
+        problems.append(Problem("method", "", str(resolved.method), f"{reason}; search under pb"))
+    if not 0 <= tolerance < float("inf"):
+        problems.append(Problem("settings", "tolerance", str(tolerance), "should be a share from 0, for example 0.02"))
+    if event_limit is not None and event_limit < 1:
+        problems.append(Problem("settings", "event_limit", str(event_limit), "should be an integer from 1"))
+    if problems:
+        raise UserError(problems)
+
+
+def _laid_out_anew(setup: Setup, found: CreditSearch) -> Iterator[str]:
+    """What to know if the hardware file, with the credits found, lays the network out in another way.
+
+    `balanced` shares out PEs by work and by memory, of which credits are a part.
+    """
+    from pbsim.hardware import build_machine
+    from pbsim.schedule.credits import Laboratory, with_credits
+
+    hardware, where, credits = setup.resolved.hardware, setup.resolved.hardware_where, found.minimum.credits
+    pipeline = hardware.pipeline.model_copy(update={"credits": found.credits})
+    hardware = hardware.model_copy(update={"pipeline": pipeline})
+    try:
+        machine = build_machine(hardware, setup.network, setup.rule, where, setup.resolved.regions_where)
+    except UserError as error:
+        yield f"with these credits in its file the network does not fit on the hardware: {error}"
+        return
+    searched = with_credits(setup.machine, credits)
+    if (machine.cores, machine.channels, machine.link_ends) == (searched.cores, searched.channels, searched.link_ends):
+        return
+    choice = Laboratory(machine).measure(credits)
+    pace = "deadlocks" if choice.cycles_per_sample is None else f"needs {choice.pace} cycles per sample"
+    yield (
+        f"`{pipeline.allocation}` shares out PEs by memory too: with these credits in its file the machine is laid out "
+        f"in another way, and {pace}; put them there and search once more"
+    )
 
 
 @dataclass(frozen=True)

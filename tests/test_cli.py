@@ -317,6 +317,55 @@ def test_a_name_in_a_file_does_not_lead_out_of_the_runs(pbsim, tmp_path, name):
     assert not place.name.startswith(".")
 
 
+# credits
+
+
+def test_credits_prints_choices_side_by_side_and_a_line_for_the_file(pbsim, tmp_path):
+    outcome = pbsim("credits", "mesh", "digits_cnn", "--set", "fabric.hop_cycles=20")
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    assert lines[0] == "credits of digits_cnn on mesh, pb"
+    heading = ["credits", "cycles/sample", "throughput", "mean", "delay", "stage", "0", "stage", "1", "stage", "2"]
+    assert lines[1].split() == [*heading, "stash", "bytes"]
+    names = ["1f1b", "lockstep", "minimum", "minimum + 1", "minimum + 2", "2 x minimum", "4 x minimum"]
+    assert [line[:11].rstrip() for line in lines[2 : 2 + len(names)]] == names
+    minimum = lines[4].split()
+    assert minimum[3] == "100.00%"
+    assert any(line.startswith("one credit less is too few") for line in lines)
+    key, _, credits = lines[-1].partition(" = ")
+    assert key == "credits"
+    assert int(minimum[1]) == sum(json.loads(credits))
+    # what it prints goes into the file, and is then one of the choices
+    again = pbsim("credits", "mesh", "digits_cnn", "--set", "fabric.hop_cycles=20", "--set", f"pipeline.{lines[-1]}")
+    assert again.status == 0
+    assert again.out.splitlines()[-1] == lines[-1]
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
+
+
+def test_credits_trades_throughput_for_delay_within_its_tolerance(pbsim):
+    strict, loose = (
+        pbsim("credits", "mesh", "digits_cnn", "--method", "pb+ws", "--tolerance", share).out.splitlines()
+        for share in ("0", "0.5")
+    )
+    assert "50.00% more is allowed" in next(line for line in loose if line.startswith("reference: "))
+    assert sum(json.loads(loose[-1].split(" = ")[1])) < sum(json.loads(strict[-1].split(" = ")[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (("lockstep_ideal", "digits_cnn"), ["pipeline.timing = lockstep", "whatever credits say: use dataflow"]),
+        (("mesh", "digits_cnn", "--method", "sgd:8"), ["method = sgd:8", "drains the pipeline at every update"]),
+        (("mesh", "digits_cnn", "--tolerance", "-0.1"), ["tolerance = -0.1", "a share from 0"]),
+        (("mesh", "digits_cnn", "--tolerance", "nan"), ["tolerance = nan"]),
+        (("mesh", "digits_cnn", "--event-limit", "0"), ["event_limit = 0"]),
+        (("nowhere", "nothing"), ["nowhere: no such file", "nothing: no such file"]),
+    ],
+)
+def test_credits_refuses_what_has_none_to_search(pbsim, arguments, messages):
+    refused(pbsim("credits", *arguments), *messages)
+
+
 # check and list
 
 
@@ -402,7 +451,7 @@ def test_help_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == ["status 0", "[]"]
-    for command in ("run", "check", "list"):
+    for command in ("run", "credits", "check", "list"):
         assert command in done.stdout
 
 

@@ -61,6 +61,34 @@ class BarProgress:
         self._bar.update(self._task, completed=report.samples, total=report.total, state=state)
 
 
+class SearchProgress:
+    """What a search is at: one line that changes on a terminal, elsewhere a plain one now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("preparing") if console.is_terminal else None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> SearchProgress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, simulations: int, what: str) -> None:
+        """Show how many simulations there were, and what the search is at."""
+        line = f"{simulations:,} simulations, {what}"
+        if self._status is not None:
+            self._status.update(line)
+        elif time.monotonic() - self._last >= LINE_EVERY_SECONDS:
+            self._last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+
 class LineProgress:
     """Plain lines, for logs."""
 

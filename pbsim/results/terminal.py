@@ -15,6 +15,8 @@ from pbsim.results.run import Run
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pbsim.schedule.credits import CreditSearch
+
 
 def print_run(run: Run, console: Console | None = None) -> None:
     """Print the table of a run, and where its directory and figure are."""
@@ -141,3 +143,55 @@ def _interval(summary: dict[str, Any], stage: pd.Series[Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
+
+
+def print_credits(search: CreditSearch, title: str, console: Console | None = None) -> None:
+    """Print what a search of credits has found: choices side by side, how sure it is, and a line for the file."""
+    console = console or Console(soft_wrap=True)
+    console.print(Text(f"credits of {title}", style="bold"))
+    for line in [*_aligned(choice_rows(search)), *credit_lines(search)]:
+        console.print(Text(line))
+
+
+def choice_rows(search: CreditSearch) -> list[list[str]]:
+    """The table of choices, with its heading."""
+    last = len(search.minimum.credits) - 1
+    places = list(dict.fromkeys([0, last // 2, last]))
+    stages = [f"stage {stage}" for stage in places]
+    rows = [["", "credits", "cycles/sample", "throughput", "mean delay", *stages, "stash bytes"]]
+    for name, choice in search.choices.items():
+        throughput = f"{'' if choice.exact else '~'}{search.relative_throughput(choice):.2%}"
+        delays = [choice.delay_mean, *(choice.delays[stage] for stage in places)] if choice.delays else []
+        cells = [f"{delay:.2f}" for delay in delays] or ["-"] * (1 + len(places))
+        rows.append([name, f"{sum(choice.credits):,}", choice.pace, throughput, *cells, f"{choice.stash_bytes:,}"])
+    return rows
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of columns: the first to the left, numbers to the right, as wide as they need be on any terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+_WHY = {
+    "one": "a stage needs one",
+    "round trip": "the round trip alone needs them",
+    "simulated": "simulated: slower",
+    "estimated": "simulated: slower, as an estimate",
+    "open": "not known",
+}
+
+
+def credit_lines(search: CreditSearch) -> list[str]:
+    """What stands below the table of choices."""
+    counts = [(search.why.count(why), meaning) for why, meaning in _WHY.items()]
+    allowed = f"; {search.tolerance:.2%} more is allowed" if search.tolerance else ""
+    needed = f"the busiest unit, link or host needs {search.bound_cycles:,}{allowed}"
+    lines = [
+        "delays are means over samples, in updates; ~ marks estimates, where the machine's state did not come back",
+        f"reference: {search.reference.pace} cycles per sample; {needed}",
+        "one credit less is too few, by stages: " + "; ".join(f"{n} {meaning}" for n, meaning in counts if n),
+        f"{search.simulations:,} simulations, {search.events:,} events",
+        *(f"note: {note}" for note in search.notes),
+    ]
+    return [*lines, f"credits = {search.credits}"]
