@@ -188,7 +188,7 @@ class DataflowHost:
         if not (self.slot_free and self.sent < self.samples and core.has_room(self.size)):
             return
         arrival = now + self.cycles
-        self.recorder.load(now, arrival, self.sent)
+        self.recorder.rows += pack(now, arrival, 0, Op.LOAD, self.sent, -1, -1)
         core.book(self.loads, now if core.enforced else arrival)
         core.activations.comes(self.sent, arrival)
         self.slot_free = False
@@ -371,6 +371,7 @@ class DataflowCore(CoreState):
             end += self.update_cycles
             first, made = self.update_row(sample)
             record(pack(computed, end, stage, U, first, made, -1))
+        self.model.recorder.cut_if_full()
         if end > now:
             yield self.env.timeout(end - now)
         usage.input_gradient += self.input_gradient_cycles

@@ -59,7 +59,7 @@ class LockstepPipeline:
         self._boundary = self.env.event()
         self._loaded = timing.ledger.booking(0, {Category.INPUT_BUFFER: machine.host_bytes})
         self.timing.ledger.note(0, self._loaded)
-        recorder.load(0, 0, 0)
+        recorder.rows += ROW.pack(0, 0, 0, Op.LOAD, 0, -1, -1)
         units = iter(timing.units)
         for core in machine.cores:
             usages = [next(units) for _ in range(2 if machine.split else 1)]
@@ -163,7 +163,8 @@ class LockstepPipeline:
                 self._send(message, step, now)
             entering = self.entering(step + 1)
             if entering is not None:
-                self.recorder.load(now, now + self.machine.host_cycles, entering)
+                self.recorder.rows += ROW.pack(now, now + self.machine.host_cycles, 0, Op.LOAD, entering, -1, -1)
+            self.recorder.cut_if_full()
             yield self.env.timeout(self.step_cycles - self.compute_cycles)
             arrived = self.env.now
             for message in messages:

@@ -122,9 +122,8 @@ class Recorder:
         self._limit = chunk_rows * ROW.size
         self._full = env.event()
 
-    def load(self, start: int, end: int, sample: int) -> None:
-        """Record that a sample comes from the host: every one does, so this is when to look whether a chunk is full."""
-        self.rows += ROW.pack(start, end, 0, Op.LOAD, sample, -1, -1)
+    def cut_if_full(self) -> None:
+        """Stop the clock in this cycle if there is a chunk; to be called now and then."""
         if len(self.rows) >= self._limit and not self._full.triggered:
             self._full.succeed()
 
