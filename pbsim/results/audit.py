@@ -168,12 +168,16 @@ class Audit:
     def _check_floorplan(self) -> None:
         """Cores and spare nodes share out the mesh: every PE is in one of them."""
         mesh, nodes = self.machine.hardware.mesh, self.machine.nodes
-        covered = np.zeros((mesh.rows, mesh.cols), np.int8)
         for node in nodes:
             inside = 0 <= node.row < node.end_row <= mesh.rows and 0 <= node.col < node.end_col <= mesh.cols
             self._require(inside, f"node {node} is not on the mesh of {mesh.rows} x {mesh.cols} PEs")
-            covered[node.row : node.end_row, node.col : node.end_col] += 1
-        self._require((covered == 1).all(), "the nodes of the fabric overlap, or leave PEs out")
+        top, left = np.array([node.row for node in nodes]), np.array([node.col for node in nodes])
+        end, right = np.array([node.end_row for node in nodes]), np.array([node.end_col for node in nodes])
+        rows = np.minimum.outer(end, end) > np.maximum.outer(top, top)
+        cols = np.minimum.outer(right, right) > np.maximum.outer(left, left)
+        apart = (rows & cols).sum() == len(nodes)  # every node shares PEs with itself alone
+        tiled = apart and sum(node.pes for node in nodes) == mesh.pes
+        self._require(tiled, "the nodes of the fabric overlap, or leave PEs out")
         for core, node in zip(self.machine.cores, nodes, strict=False):
             self._require(core.pes == node.pes, f"core {core.stage} has {core.pes} PEs, and its region {node.pes}")
 

@@ -123,7 +123,7 @@ def shortened(batches: Batches, kept: int) -> Shortened | None:
     shorter_epoch = keep * batches.size + rest
     some_epochs = min(epochs, EPOCHS_KEPT if keep < full else max(EPOCHS_KEPT, -(-kept // batches.epoch) + 2))
     full_tail, rest_tail = divmod(tail, batches.size)
-    kept_tail = min(full_tail, keep)
+    kept_tail = min(full_tail, keep if rest_tail <= rest else keep - 1)  # it must fit into a shorter epoch
     samples = some_epochs * shorter_epoch + kept_tail * batches.size + rest_tail
     if samples >= batches.samples:
         return None

@@ -352,7 +352,7 @@ class Engine:
         if self.scalars[MOST_IN_FLIGHT] + 2 > old:
             wider = np.zeros((len(self.read), 2 * old), np.int64)
             for stage, state in enumerate(self.core_state):
-                samples = np.arange(state[S_BACKWARDS], state[S_STARTED])
+                samples = np.arange(state[S_DONE], state[S_STARTED])
                 wider[stage, samples % (2 * old)] = self.read[stage, samples % old]
             self.read = wider
 

@@ -44,8 +44,10 @@ class LongLockstep:
         missing = self.timing.samples - self.shorter.samples
         if missing and not self.shorter.drained:
             yield from self._repeated(model, missing)
-        else:
-            yield from model.recorder.chunks()
+        else:  # only the rows that are wanted are sure to be those of the long run
+            for chunk in model.recorder.chunks():
+                wanted = chunk.rows.sample < (self.timing.samples if self.kept is None else self.kept)
+                yield Chunk(chunk.rows[wanted], chunk.until)
         model.close()
         self._fill_timing(short, LockstepPipeline.steps_of(self.machine, self.timing.batches))
         self.timing.all_rows = not missing or self.kept is None

@@ -72,10 +72,9 @@ class Counters:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: at a cycle, the samples that every stage is done with, and the counters."""
+    """How far a run is: a cycle, and the counters at it."""
 
     cycle: int
-    done: IntArray
     counters: Counters
 
 
@@ -104,6 +103,7 @@ class CompiledRun:
         self.chunk_rows = chunk_rows
         self.shift = Shift(0, 0, 0)
         self.added: list[tuple[Counters, int]] = []
+        self.tail = (0, 0)
 
     def chunks(self) -> Iterator[Chunk]:
         """Run to the end, handing out the trace in pieces."""
@@ -163,7 +163,7 @@ class CompiledRun:
                         yield from self._repeat(sample, sample - start, Counters.of(engine) - before)
                         return
             if self.kept is not None and engine.events > self.event_budget * (0.5 + 0.5 * len(windows) / WINDOWS):
-                windows.append(Progress(engine.now, engine.core_state[:, compiled.S_DONE].copy(), Counters.of(engine)))
+                windows.append(Progress(engine.now, Counters.of(engine)))
                 if len(windows) > WINDOWS and not engine.recording:
                     self._estimate(windows)
                     return
@@ -187,6 +187,7 @@ class CompiledRun:
                 yield from self._run(-1)
                 return
             amounts.append((Counters.of(self.engine) - before, times))
+        self.engine.recording = self.timing.all_rows = False  # by now all rows that are wanted have been handed out
         yield from self._run(-1)
         self.added = amounts
         first, second, _ = shorter.repeats[0]
@@ -206,6 +207,7 @@ class CompiledRun:
         if engine.recording:
             yield from self._copy(sample, period, amount.cycle, times)
         self.added.append((amount, times))
+        self.tail = (engine.now, times * amount.cycle)
         engine.shorten(times * period)
         self.timing.steady_state = SteadyState(sample, period, amount.cycle, times * period)
 
@@ -231,13 +233,23 @@ class CompiledRun:
         missing = self.batches.samples - int(engine.scalars[compiled.SENT]) - TAIL
         if missing <= 0:
             return
-        paces = [(b.cycle - a.cycle) / max(1, int((b.done - a.done).min())) for a, b in pairwise(marks)]
+        paces = [self._pace(b.counters - a.counters) for a, b in pairwise(marks)]
         first, last = marks[0], marks[-1]
-        pace = (last.cycle - first.cycle) / max(1, int((last.done - first.done).min()))
+        pace = self._pace(last.counters - first.counters)
         cycles = math.ceil(missing * max(pace, least_interval(self.machine)))
         engine.shorten(missing)
         self.timing.estimate = Estimate(self.batches.samples - missing, WINDOWS, min(paces), max(paces))
         self.added.append((self._at_pace(last.counters - first.counters, missing, cycles), 1))
+
+    def _pace(self, seen: Counters) -> float:
+        """Cycles per sample of the unit that has done the least of its work, in samples, between two moments."""
+        work = self.engine.plan.cores[:, [compiled.C_F, compiled.C_BX, compiled.C_BW, compiled.C_U]]
+        done = seen.accounts[:, :, compiled.A_F : compiled.A_U + 1].sum(axis=2)
+        shares = (work[:, :1], work[:, 1:]) if self.machine.split else (work,)
+        due = np.stack([share.sum(axis=1) for share in shares], axis=1)
+        done = done[:, : due.shape[1]]
+        working = (due > 0) & (done > 0)
+        return float((seen.cycle * due[working] / done[working]).max(initial=0.0))
 
     def _at_pace(self, seen: Counters, samples: int, cycles: int) -> Counters:
         """What so many samples add to the counters in so many cycles, if units wait as they were seen to."""
@@ -257,7 +269,7 @@ class CompiledRun:
             link_bytes[list(links)] += samples * size
             link_cycles[list(links)] += samples * hold
         delays = np.zeros_like(seen.delays)
-        delays[:, :, 0] = samples
+        delays[:, :, 0] = np.where(seen.delays[:, :, 0] > 0, samples, 0)
         mean = seen.delays[:, :, 1] / np.maximum(1, seen.delays[:, :, 0])
         delays[:, :, 1] = np.rint(samples * mean)
         return Counters(cycles, accounts, link_bytes, link_cycles, delays)
@@ -292,10 +304,15 @@ class CompiledRun:
             for core in range(self.machine.stages):
                 ledger.current[core][category] = int(engine.levels[core, column])
                 ledger.peak[core][category] = int(engine.peaks[core, column])
-                ledger.peak_cycle[core][category] = int(engine.peak_cycles[core, column])
+                ledger.peak_cycle[core][category] = self._true_cycle(engine.peak_cycles[core, column])
         ledger.core_peak = engine.core_state[:, compiled.S_PEAK].tolist()
-        ledger.core_peak_cycle = engine.core_state[:, compiled.S_PEAK_CYCLE].tolist()
+        ledger.core_peak_cycle = [self._true_cycle(cycle) for cycle in engine.core_state[:, compiled.S_PEAK_CYCLE]]
         ledger.machine_peak = int(engine.scalars[compiled.MACHINE_PEAK])
+
+    def _true_cycle(self, cycle: int) -> int:
+        """A cycle of the engine in the whole run: the tail comes behind the periods that were left out."""
+        begin, skipped = self.tail
+        return int(cycle) + (skipped if cycle > begin else 0)
 
 
 ACCOUNTS = (
