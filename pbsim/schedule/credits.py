@@ -192,7 +192,7 @@ def minimum_credits(
     laboratory = Laboratory(machine, event_limit, progress or (lambda simulations, what: None))
     reference, tried = _reference(laboratory)
     assert reference.cycles_per_sample is not None
-    target = reference.cycles_per_sample * (1 + Fraction(repr(tolerance)))
+    target = reference.cycles_per_sample * (1 + Fraction(str(float(tolerance))))
     round_trips = round_trip_cycles(machine)
     search = Descent(laboratory, target, least_credits(round_trips, target))
     minimum = search.run([choice for choice in tried.values() if laboratory.keeps(choice, target)])
