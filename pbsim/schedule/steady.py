@@ -187,7 +187,11 @@ class CompiledRun:
                 yield from self._run(-1)
                 return
             amounts.append((Counters.of(self.engine) - before, times))
-        self.engine.recording = self.timing.all_rows = False  # by now all rows that are wanted have been handed out
+        sample = shorter.repeats[-1][1]
+        while self.engine.recording and sample + 1 < shorter.batches.samples:  # hand out what is wanted
+            sample += 1
+            yield from self._run(sample)
+        self.engine.recording = self.timing.all_rows = False
         yield from self._run(-1)
         self.added = amounts
         first, second, _ = shorter.repeats[0]
