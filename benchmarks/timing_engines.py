@@ -85,7 +85,7 @@ def on_hardware(workload: str, hardware: str) -> Machine:
     return build_machine(load_hardware(hardware), network, update_rule(method, scale_recipe(table.training, 1)))
 
 
-def bare_timeouts_per_second(processes: int = 100, timeouts: int = 1000) -> float:
+def bare_timeouts_per_second(processes: int = 100, timeouts: int = 2000) -> float:
     """SimPy with nothing in it but processes that wait."""
 
     def wait(env: simpy.Environment) -> Generator[simpy.Event, object, None]:

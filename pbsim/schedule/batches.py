@@ -52,15 +52,11 @@ class Batches:
 
     def index(self, sample: int) -> int:
         """The batch that a sample belongs to; also the version that its forward reads where batches are drained."""
-        if self.size == 1:
-            return sample
         epoch, within = divmod(sample, self.epoch)
         return epoch * self.per_epoch + within // self.size
 
     def first(self, batch: int) -> int:
         """The first sample of a batch."""
-        if self.size == 1:
-            return batch
         epoch, within = divmod(batch, self.per_epoch)
         return epoch * self.epoch + within * self.size
 

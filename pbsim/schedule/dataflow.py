@@ -270,6 +270,7 @@ class DataflowCore(CoreState):
         self.capacity = core.memory.capacity if self.enforced else UNLIMITED
         self.credits = UNLIMITED if core.credits is None else core.credits
         self.backward_first = pipeline.priority == "backward" and not self._drained
+        self._cut_if_full = model.recorder.cut_if_full
         self._awaits_updates = self._drained and order is None
         self.free_slots = pipeline.output_slots
         self.activations = Inbox(parts=max(1, len(self.incoming)))
@@ -371,7 +372,7 @@ class DataflowCore(CoreState):
             end += self.update_cycles
             first, made = self.update_row(sample)
             record(pack(computed, end, stage, U, first, made, -1))
-        self.model.recorder.cut_if_full()
+        self._cut_if_full()
         if end > now:
             yield self.env.timeout(end - now)
         usage.input_gradient += self.input_gradient_cycles

@@ -153,16 +153,13 @@ class Delays:
     Attributes
     ----------
     count, total, least, most : (2, S) int64; row 0 over forwards that read version 1 or later, row 1 over all.
+    notes : forwards not counted yet: stage, version read and delay of each, one after the other.
     """
 
     def __init__(self, stages: int) -> None:
         self.notes: list[int] = []
         self.count, self.total = np.zeros((2, stages), np.int64), np.zeros((2, stages), np.int64)
         self.least, self.most = np.full((2, stages), np.iinfo(np.int64).max), np.full((2, stages), -1)
-
-    def add(self, stage: int, version: int, delay: int) -> None:
-        """Note a forward that reads a version; it counts once it is settled."""
-        self.notes.extend((stage, version, delay))
 
     def settle(self) -> None:
         """Count what has been noted."""
@@ -279,7 +276,8 @@ class CoreState:
         self._versions: dict[int, int] = {}
         self._holds_gradients = False
         self._batches, self._drained = timing.batches, timing.batches.drained
-        self._peaks, self._note_delay = timing.peak_in_flight, timing.delays.add
+        self._updates_always = timing.batches.size == 1
+        self._peaks, self._note_delay = timing.peak_in_flight, timing.delays.notes.extend
         self._note = timing.ledger.notes.extend
         self._agree_on_bookings(machine, timing.ledger)
 
@@ -306,7 +304,7 @@ class CoreState:
         """A sample's input moves from the input buffer into the stash; it is in flight from now."""
         if self._stash_weights:
             self._versions[sample] = self.version
-        self._note_delay(self.stage, self.version, 0 if self._drained else self.in_flight)
+        self._note_delay((self.stage, self.version, 0 if self._drained else self.in_flight))
         self.in_flight += 1
         if self.in_flight > self._peaks[self.stage]:
             self._peaks[self.stage] = self.in_flight
@@ -329,11 +327,12 @@ class CoreState:
 
     def updates_after(self, sample: int) -> bool:
         """Whether an update follows the sample's backward."""
-        return self._batches.is_last(sample)
+        return self._updates_always or self._batches.is_last(sample)
 
     def update_row(self, sample: int) -> tuple[int, int]:
         """The sample that names the update, the first of its batch, and the version that the update makes."""
-        return self._batches.first(self._batches.index(sample)), self.version + 1
+        first = sample if self._updates_always else self._batches.first(self._batches.index(sample))
+        return first, self.version + 1
 
     def end_backward(self, now: int, *, updated: bool) -> None:
         """A sample has left: its stash and, after an update, the gradient and the old weights are gone."""
