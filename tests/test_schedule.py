@@ -110,6 +110,23 @@ def test_enforced_memory_equals_the_cycle_by_cycle_reference(case):
     check_against_the_reference(case)
 
 
+CROWDED = {
+    "pipeline__timing": "dataflow",
+    "pipeline__memory": "enforce",
+    "pipeline__credits": "unbounded",
+    "pipeline__priority": "forward",
+    "core__units": "split",
+    "fabric__link_bytes_per_cycle": float("inf"),
+}
+"""Much that wants the room that a forward frees, in the very cycle."""
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@given(cases(every=True, **CROWDED), st.integers(0, 20))
+def test_room_that_is_freed_goes_first_to_the_core_itself_as_in_the_reference(case, more):
+    check_against_the_reference(replace(case, samples=case.samples + more))
+
+
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(cases(every=True, pipeline__timing="dataflow", core__units="split", pipeline__output_slots=1))
 def test_split_units_that_share_one_output_slot_equal_the_reference(case):

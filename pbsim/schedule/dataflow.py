@@ -344,6 +344,7 @@ class DataflowCore(CoreState):
         if self.stage == 0:
             self.model.host.slot_free = True
         if self.enforced:
+            self.wake()  # the core's other unit is the first to use what this has freed
             self.model.freed(self, AGAIN)
         elif self.stage == 0:
             self.model.host.send()
