@@ -70,14 +70,6 @@ class Counters:
         )
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: a cycle, and the counters at it."""
-
-    cycle: int
-    counters: Counters
-
-
 class CompiledRun:
     """A run in dataflow timing on the compiled engine; `chunks()` runs it.
 
@@ -147,7 +139,7 @@ class CompiledRun:
         """Run until the regime is proved to be periodic, and continue it by arithmetic."""
         engine, samples = self.engine, self.batches.samples
         seen: dict[int, int] = {}
-        windows: list[Progress] = []
+        windows: list[Counters] = []
         sample, stride = 0, max(1, HASHED_EVENTS // events_per_sample(self.machine))
         while sample < samples - TAIL:
             yield from self._run(sample)
@@ -163,7 +155,7 @@ class CompiledRun:
                         yield from self._repeat(sample, sample - start, Counters.of(engine) - before)
                         return
             if self.kept is not None and engine.events > self.event_budget * (0.5 + 0.5 * len(windows) / WINDOWS):
-                windows.append(Progress(engine.now, Counters.of(engine)))
+                windows.append(Counters.of(engine))
                 if len(windows) > WINDOWS and not engine.recording:
                     self._estimate(windows)
                     return
@@ -227,7 +219,7 @@ class CompiledRun:
             yield Chunk.of(np.concatenate([(step * copy).of(rows) for copy in copies]), now + copies[-1] * cycles + 1)
         self.shift = step * times
 
-    def _estimate(self, marks: list[Progress]) -> None:
+    def _estimate(self, marks: list[Counters]) -> None:
         """No repetition within the budget: leave out what has not entered yet, at the pace of the last windows.
 
         That pace is the slowest stage's, and at least what the busiest unit, link and the host need for a sample. What
@@ -237,20 +229,19 @@ class CompiledRun:
         missing = self.batches.samples - int(engine.scalars[compiled.SENT]) - TAIL
         if missing <= 0:
             return
-        paces = [self._pace(b.counters - a.counters) for a, b in pairwise(marks)]
-        first, last = marks[0], marks[-1]
-        pace = self._pace(last.counters - first.counters)
-        cycles = math.ceil(missing * max(pace, least_interval(self.machine)))
+        paces = [self._pace(b - a) for a, b in pairwise(marks)]
+        seen = marks[-1] - marks[0]
+        cycles = math.ceil(missing * max(self._pace(seen), least_interval(self.machine)))
         engine.shorten(missing)
         self.timing.estimate = Estimate(self.batches.samples - missing, WINDOWS, min(paces), max(paces))
-        self.added.append((self._at_pace(last.counters - first.counters, missing, cycles), 1))
+        self.added.append((self._at_pace(seen, missing, cycles), 1))
 
     def _pace(self, seen: Counters) -> float:
         """Cycles per sample of the unit that has done the least of its work, in samples, between two moments."""
         work = self.engine.plan.cores[:, [compiled.C_F, compiled.C_BX, compiled.C_BW, compiled.C_U]]
         done = seen.accounts[:, :, compiled.A_F : compiled.A_U + 1].sum(axis=2)
-        shares = (work[:, :1], work[:, 1:]) if self.machine.split else (work,)
-        due = np.stack([share.sum(axis=1) for share in shares], axis=1)
+        by_unit = (work[:, :1], work[:, 1:]) if self.machine.split else (work,)
+        due = np.stack([operations.sum(axis=1) for operations in by_unit], axis=1)
         done = done[:, : due.shape[1]]
         working = (due > 0) & (done > 0)
         return float((seen.cycle * due[working] / done[working]).max(initial=0.0))
@@ -267,11 +258,10 @@ class CompiledRun:
                 accounts[core, unit, waits] = shares(
                     cycles - int(work[columns].sum()), seen.accounts[core, unit, waits]
                 )
-        per_sample = [(route.links, route.size, route.serialisation) for route in routes_of(self.machine)]
         link_bytes, link_cycles = np.zeros_like(seen.link_bytes), np.zeros_like(seen.link_cycles)
-        for links, size, hold in per_sample:
-            link_bytes[list(links)] += samples * size
-            link_cycles[list(links)] += samples * hold
+        for route in routes_of(self.machine):
+            link_bytes[list(route.links)] += samples * route.size
+            link_cycles[list(route.links)] += samples * route.serialisation
         delays = np.zeros_like(seen.delays)
         delays[:, :, 0] = np.where(seen.delays[:, :, 0] > 0, samples, 0)
         mean = seen.delays[:, :, 1] / np.maximum(1, seen.delays[:, :, 0])
